@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI schemas, streaming, and the bridge to the engine."""

@@ -1,0 +1,1 @@
+"""Expert weights of this rank, their placement and their load."""

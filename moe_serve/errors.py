@@ -1,0 +1,96 @@
+"""Every error that moe_serve raises on purpose.
+
+    MoeServeError
+    ├── ConfigError           a flag, variable or file asks for what cannot be: refused at start
+    ├── CheckpointError       a model folder is missing, broken or unknown: refused at start
+    ├── RequestError          what one client sent cannot be served: 400, nothing else disturbed
+    │   ├── ContextLengthError    prompt or prompt + output beyond the context
+    │   ├── ModelNotFoundError    404
+    │   ├── AuthenticationError   401
+    │   ├── BodyTooLargeError     413
+    │   └── QueueFullError        429, with Retry-After
+    └── EngineError           the engine cannot serve now: 503
+        ├── EngineDeadError       its process ended or no longer answers
+        └── DrainingError         the server is shutting down
+
+`assert` is for our own bugs only.
+"""
+
+from __future__ import annotations
+
+
+class MoeServeError(Exception):
+    """Base of all errors in this file."""
+
+
+class ConfigError(MoeServeError):
+    """A configuration that cannot work. The message names the option, its value and the fix."""
+
+
+class CheckpointError(MoeServeError):
+    """A model folder that cannot be loaded. The message names the file or the tensor."""
+
+
+class RequestError(MoeServeError):
+    """One request cannot be served as sent. Reaches the client in OpenAI's error shape.
+
+    `message` names the field, the value and the limit; `param` is the field's name as the
+    client spelled it; `status` and `code` are what the HTTP answer carries.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(RequestError):
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: list[str]) -> None:
+        super().__init__(
+            f"The model {model!r} is not served here. Served: {', '.join(served)}.", param="model"
+        )
+
+
+class AuthenticationError(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class QueueFullError(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+    retry_after_seconds = 1
+
+
+class EngineError(MoeServeError):
+    """The engine cannot serve now. Reaches the client as 503."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code: str | None = "engine_unavailable"
+
+
+class EngineDeadError(EngineError):
+    code = "engine_dead"
+
+
+class DrainingError(EngineError):
+    code = "shutting_down"

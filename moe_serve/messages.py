@@ -1,0 +1,138 @@
+"""What the API process and the engine process tell each other.
+
+Plain frozen dataclasses, so that nothing but `wire` needs to know how they travel.
+To the engine: `AddRequest`, `AbortRequests`, `Shutdown`.
+From the engine: `EngineReady` once, then `EngineOutputs` a step, or `EngineFailed` and the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from moe_serve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    """One sequence to generate (n choices are n requests).
+
+    `priority`: lower runs sooner; equal ones in order of arrival. `arrival_time`: `time.time()`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    arrival_time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequests:
+    """Forget these requests and free their blocks. Unknown ids are ignored; nothing is answered."""
+
+    request_ids: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Leave the loop now. Requests still in the engine are dropped: drain before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """One position: the token there, and the likeliest alternatives, best first.
+
+    Natural logarithms of the model's own distribution. `rank` is 1 for the likeliest token.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUpdate:
+    """News of one request. `finish_reason` set: the last one for this id.
+
+    - `token_ids`: new tokens since the last update (a stop token is among them).
+    - `logprobs`: one entry per new token, when asked for.
+    - `prompt_logprobs`: sent once, with or before the first token; entry 0 is None.
+    - `stop_reason`: the token id that ended it, if it was one.
+    - `error`: for finish_reason "error", what to tell the client.
+    - `num_cached_tokens`: prompt tokens that came from the prefix cache.
+    - times are `time.time()` seconds; 0.0 while unknown.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges now, and counters since the engine started.
+
+    `prefix_cache_queries` / `prefix_cache_hits` count prompt tokens, as vLLM's do.
+    `num_scheduled_tokens` is of the last step alone.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_recomputed_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutputs:
+    updates: list[RequestUpdate]
+    stats: EngineStats
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """What was loaded. Sent once a request would be served."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    kv_cache_bytes: int
+    num_parameters: int
+    num_active_parameters: int
+    dtype: str
+    device: str
+    num_threads: int
+    load_seconds: float
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_kv_blocks * self.block_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailed:
+    """The engine is about to end. `is_config` tells a user's mistake from our own fault."""
+
+    message: str
+    is_config: bool = False
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+FromEngine = EngineReady | EngineOutputs | EngineFailed

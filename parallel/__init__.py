@@ -1,0 +1,1 @@
+"""What the machine offers: cores, devices and, over ranks, groups and collectives."""

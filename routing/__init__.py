@@ -1,0 +1,1 @@
+"""Router scores to top-k, row permutation, dispatch and combine."""
