@@ -1,0 +1,126 @@
+"""Every option, defined once: flags, `MOE_SERVE_*` variables, YAML keys and `LLM(...)` arguments.
+
+`settings` turns these dataclasses into a command line; nothing else knows an option's name.
+Checked on construction: a value that cannot work raises `ConfigError` with the fix in its text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from moe_serve.errors import ConfigError
+
+BUILTIN_MODEL = "builtin"
+CPU_KV_CACHE_BYTES = 256 * 2**20
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def option(default: Any, help: str, *, aliases: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with the text of its flag; `aliases` are other engines' spellings."""
+    return dataclasses.field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """'256MiB', '1.5g' (binary), '2GB' (decimal) or a plain count -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"{flag(name)} {text!r} is not a size; write for example 256MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine needs to know."""
+
+    model: str = option(BUILTIN_MODEL, "folder, hub id, or 'builtin'")
+    revision: str | None = option(None, "branch, tag or commit of a hub model")
+    dtype: DTypeName = option("auto", "auto takes the checkpoint's (float32 becomes bfloat16)")
+    device: DeviceName = option("auto", "auto takes CUDA where there is one")
+    max_model_len: int | None = option(None, "prompt + output tokens; default: the model's own")
+    max_num_seqs: int = option(64, "requests that run at once")
+    max_num_batched_tokens: int = option(
+        2048, "tokens in one step; longer prompts go in chunks", aliases=("chunked_prefill_size",)
+    )
+    block_size: int = option(16, "tokens in one KV block")
+    gpu_memory_utilization: float = option(0.9, "share of GPU memory to use (CUDA)")
+    kv_cache_memory: str | None = option(None, "size of the KV pool, as 512MiB; CPU default 256MiB")
+    num_kv_blocks: int | None = option(
+        None, "number of KV blocks, instead of a size", aliases=("num_gpu_blocks_override",)
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt prefixes")
+    max_logprobs: int = option(20, "most alternatives that a request may ask for")
+    num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+                        "block_size", "num_kv_blocks", "num_threads")  # fmt: skip
+        _check_at_least(self, 0, "max_logprobs")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization} must be above 0, at most 1"
+            )
+        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("--num-kv-blocks and --kv-cache-memory both size the KV pool; "
+                              "give one of them")  # fmt: skip
+        if self.kv_cache_memory is not None:
+            parse_bytes("kv_cache_memory", self.kv_cache_memory)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The pool's size where the user gave one."""
+        if self.kv_cache_memory is None:
+            return None
+        return parse_bytes("kv_cache_memory", self.kv_cache_memory)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """The engine's options and the HTTP server's."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = option(8000, "port to listen on; 0 picks a free one")
+    served_model_name: str | None = option(None, "name in the API; default: the folder's name")
+    api_key: str | None = option(None, "clients must send it as a bearer token")
+    chat_template: str | None = option(None, "file with a Jinja template, instead of the model's")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get after a signal")
+    max_body_bytes: str = option("16MiB", "largest request body")
+    max_queue_len: int = option(1024, "requests in the server at once; more get 429")
+    max_choices: int = option(128, "largest n, and most prompts in one request")
+    metrics_prefix: str = option("moe_serve", "prefix of the /metrics names; vllm for its boards")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level to log")
+
+    def __post_init__(self) -> None:
+        # Zero-argument super() is unusable here: slots=True rebuilds the class.
+        EngineConfig.__post_init__(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} must be between 0 and 65535")
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(f"--metrics-prefix {self.metrics_prefix!r} is not a metric name")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout} must not be negative")
+        _check_at_least(self, 1, "max_queue_len", "max_choices")
+        parse_bytes("max_body_bytes", self.max_body_bytes)
+
+    @property
+    def engine(self) -> EngineConfig:
+        names = [field.name for field in dataclasses.fields(EngineConfig)]
+        return EngineConfig(**{name: getattr(self, name) for name in names})
+
+
+def _check_at_least(config: EngineConfig, low: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{flag(name)} {value} must be at least {low}")
