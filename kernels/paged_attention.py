@@ -1,0 +1,211 @@
+"""Causal attention over paged keys and values, one kernel family for decode and prefill.
+
+The online-softmax scheme of FlashAttention (Dao et al., 2022) over key tiles at fixed positions:
+tile j holds positions [j * tile, (j + 1) * tile) of a sequence, whatever the chunk or the batch.
+Every product has one of two shapes, that of a decode row and that of a tile of prefill rows, and
+both give a row the same bits (checked once per shape, see `_decode_rows`). A tile that a row may
+not see leaves its state untouched. So a row's result depends on its query, its position and its
+keys alone: not on its company, on chunk borders, or on the lengths of others. All of it in fp32.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_serve.context import LayerKV, StepContext
+
+# Shapes: T tokens, S sequences, H heads, N kv heads, G = H / N query heads of one kv head,
+# h head_dim, B blocks, s slots of a block, K keys of one tile, M query rows of one product.
+
+KEY_TILE = 128
+QUERY_TILE = 64
+# Finite, so that a row without visible keys so far never computes inf - inf.
+_NO_KEY_YET = -1e30
+
+
+def paged_attention(
+    q_THh: Tensor, kv: LayerKV, context: StepContext, *, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v over each token's own past -> [T, H, h] in q's dtype.
+
+    The step's keys and values are in the pool already. `window`: a token sees itself and the
+    `window` - 1 positions before it.
+    """
+    out_THh = torch.empty_like(q_THh)
+    decodes = context.num_decodes
+    if decodes:
+        out_THh[:decodes] = _decode(q_THh[:decodes], kv, context, scale, window)
+    for sequence in range(decodes, context.num_sequences):
+        start, stop = context.query_starts[sequence], context.query_starts[sequence + 1]
+        out_THh[start:stop] = _prefill(q_THh[start:stop], kv, context, sequence, scale, window)
+    return out_THh
+
+
+class _State(NamedTuple):
+    """Running softmax of [b, M] rows: maximum, sum, and the weighted values [b, M, h]."""
+
+    maximum: Tensor
+    total: Tensor
+    values: Tensor
+
+    @classmethod
+    def fresh(cls, q_bMh: Tensor) -> _State:
+        maximum = q_bMh.new_full(q_bMh.shape[:2], _NO_KEY_YET)
+        return cls(maximum, torch.zeros_like(maximum), torch.zeros_like(q_bMh))
+
+    def first(self, count: int) -> _State:
+        return _State(self.maximum[:count], self.total[:count], self.values[:count])
+
+    def add_tile(self, q_bMh: Tensor, k_bKh: Tensor, v_bKh: Tensor, seen: Tensor | None) -> None:
+        """Take in one key tile. `seen` [b or 1, M or 1, K] bool: what each row may look at."""
+        scores = torch.bmm(q_bMh, k_bKh.transpose(1, 2))
+        if seen is not None:
+            scores.masked_fill_(~seen, float("-inf"))
+        maximum = torch.maximum(self.maximum, scores.amax(-1))
+        keep = torch.exp(self.maximum - maximum)
+        weights = scores.sub_(maximum[..., None]).exp_()
+        self.total.mul_(keep).add_(weights.sum(-1))
+        self.values.mul_(keep[..., None]).add_(torch.bmm(weights, v_bKh))
+        self.maximum.copy_(maximum)
+
+    def result(self) -> Tensor:
+        return self.values / self.total[..., None]
+
+
+def _decode(
+    q_SHh: Tensor, kv: LayerKV, context: StepContext, scale: float, window: int | None
+) -> Tensor:
+    """One query a sequence, all sequences at once, longest first so that the short drop out."""
+    num_sequences, num_heads, head_dim = q_SHh.shape
+    num_kv_heads = kv.keys_BsNh.shape[2]
+    group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
+    rows = _decode_rows(group, head_dim, tile, torch.get_num_threads())
+    order = sorted(range(num_sequences), key=lambda i: -context.context_lens[i])
+    lens = [context.context_lens[i] for i in order]
+    order_S = torch.tensor(order, device=q_SHh.device)
+    lens_S = torch.tensor(lens, device=q_SHh.device)
+    tables_SB = context.block_tables_SB[order_S]
+
+    q_bMh = (q_SHh[order_S].float() * scale).view(-1, group, head_dim)
+    q_bMh = F.pad(q_bMh, (0, 0, 0, rows - group))
+    state = _State.fresh(q_bMh)
+    first = 0 if window is None else max(0, lens[-1] - window) // tile * tile
+    for start in range(first, lens[0], tile):
+        active = bisect.bisect_left(lens, -start, key=lambda n: -n)
+        seen_SK = _seen(lens_S[:active] - 1, start, tile, window)
+        k_SNKh, v_SNKh = _gather(kv, tables_SB[:active], start, tile)
+        # An unwritten slot may hold anything, even NaN, which a weight of 0 would not silence.
+        v_SNKh.masked_fill_(~seen_SK[:, None, :, None], 0.0)
+        batch = active * num_kv_heads
+        state.first(batch).add_tile(
+            q_bMh[:batch],
+            k_SNKh.flatten(0, 1),
+            v_SNKh.flatten(0, 1),
+            seen_SK.repeat_interleave(num_kv_heads, 0)[:, None],
+        )
+    out = torch.empty_like(q_SHh)
+    out[order_S] = state.result()[:, :group].reshape(q_SHh.shape).to(q_SHh.dtype)
+    return out
+
+
+def _prefill(
+    q_THh: Tensor,
+    kv: LayerKV,
+    context: StepContext,
+    sequence: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The chunk of one sequence, in tiles of QUERY_TILE tokens; T is the chunk's length here."""
+    num_tokens, num_heads, head_dim = q_THh.shape
+    num_kv_heads = kv.keys_BsNh.shape[2]
+    group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
+    length = context.context_lens[sequence]
+    table_SB = context.block_tables_SB[sequence : sequence + 1]
+    span = -(-length // tile) * tile
+    k_NKh, v_NKh = (x[0] for x in _gather(kv, table_SB, 0, span))
+    v_NKh[:, length:] = 0.0
+    out = torch.empty_like(q_THh)
+    for row in range(0, num_tokens, QUERY_TILE):
+        q = q_THh[row : row + QUERY_TILE].float() * scale
+        count = q.shape[0]
+        q = F.pad(q, (0, 0, 0, 0, 0, QUERY_TILE - count)).unflatten(1, (num_kv_heads, group))
+        q_NMh = q.transpose(0, 1).reshape(num_kv_heads, QUERY_TILE * group, head_dim)
+        state = _State.fresh(q_NMh)
+        position = length - num_tokens + row
+        positions_M = torch.arange(position, position + QUERY_TILE, device=q.device)
+        positions_M = positions_M.repeat_interleave(group)
+        first = 0 if window is None else max(0, position - window + 1) // tile * tile
+        for start in range(first, position + count, tile):
+            inside = start + tile <= position + 1 and window is None
+            seen = None if inside else _seen(positions_M, start, tile, window)
+            keys = slice(start, start + tile)
+            state.add_tile(q_NMh, k_NKh[:, keys], v_NKh[:, keys], seen)
+        result = state.result().view(num_kv_heads, QUERY_TILE, group, head_dim)
+        out[row : row + count] = result.transpose(0, 1).flatten(1, 2)[:count].to(q_THh.dtype)
+    return out
+
+
+def _seen(positions: Tensor, start: int, tile: int, window: int | None) -> Tensor:
+    """[rows, K] bool: may the query at `positions` look at key positions start .. start + tile."""
+    keys_K = torch.arange(start, start + tile, device=positions.device)
+    seen = keys_K <= positions[:, None]
+    if window is not None:
+        seen &= keys_K > positions[:, None] - window
+    return seen
+
+
+def _gather(kv: LayerKV, tables_SB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions start .. start + length as fp32 [S, N, length, h], contiguous.
+
+    Positions past a table's end repeat block 0: the caller masks them.
+    """
+    block_size = kv.keys_BsNh.shape[1]
+    first, last = start // block_size, (start + length) // block_size
+    blocks_SB = tables_SB[:, first:last]
+    blocks_SB = F.pad(blocks_SB, (0, last - first - blocks_SB.shape[1]))
+    num_sequences, num_blocks = blocks_SB.shape
+    gathered = []
+    for pool in (kv.keys_BsNh, kv.values_BsNh):
+        rows = pool.index_select(0, blocks_SB.flatten())
+        rows = rows.view(num_sequences, num_blocks * block_size, *pool.shape[2:]).transpose(1, 2)
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        gathered.append(out.copy_(rows))
+    return gathered[0], gathered[1]
+
+
+def _key_tile(block_size: int) -> int:
+    """Whole blocks, at least KEY_TILE keys where blocks are smaller than that."""
+    return block_size * max(1, KEY_TILE // block_size)
+
+
+@functools.cache
+def _decode_rows(group: int, head_dim: int, tile: int, threads: int) -> int:
+    """Rows to pad a decode product to, so that a row gets the bits that prefill would give it.
+
+    BLAS may sum in another order for few rows. The least padding that agrees is found by trying,
+    on random data, alone and in company; the full prefill shape agrees by definition.
+    """
+    rng = torch.Generator().manual_seed(0)
+    full = QUERY_TILE * group
+    q = torch.randn(3, full, head_dim, generator=rng)
+    k = torch.randn(3, tile, head_dim, generator=rng)
+    v = torch.randn(3, tile, head_dim, generator=rng)
+    weights = torch.rand(3, full, tile, generator=rng)
+    scores, values = torch.bmm(q, k.transpose(1, 2)), torch.bmm(weights, v)
+    candidates = [group, *(2**power for power in range(1, 10))]
+    for rows in sorted({n for n in candidates if group <= n < full}):
+        agrees = all(
+            torch.equal(torch.bmm(q[:b, :rows].contiguous(), k[:b].mT), scores[:b, :rows])
+            and torch.equal(torch.bmm(weights[:b, :rows].contiguous(), v[:b]), values[:b, :rows])
+            for b in (1, 3)
+        )
+        if agrees:
+            return rows
+    return full

@@ -1,0 +1,68 @@
+"""The routed experts of one layer against a loop over tokens, with skewed routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_serve.experts.bank import ExpertBank
+from moe_serve.experts.layer import moe_experts
+from moe_serve.experts.load import ExpertLoad
+from moe_serve.routing.router import Routing
+
+NUM_EXPERTS, HIDDEN, INNER = 5, 24, 12
+
+
+@pytest.fixture
+def bank() -> ExpertBank:
+    torch.manual_seed(0)
+    made = ExpertBank(NUM_EXPERTS, HIDDEN, INNER, "silu", torch.float32, torch.device("cpu"))
+    for parameter in made.parameters():
+        parameter.normal_()
+    return made
+
+
+def routing_for(kind: str, num_tokens: int) -> Routing:
+    if kind == "one expert":
+        ids = torch.tensor([[3, 1]]).repeat(num_tokens, 1)
+    else:
+        ids = torch.stack([torch.randperm(NUM_EXPERTS)[:2] for _ in range(num_tokens)])
+    return Routing(ids, torch.rand(num_tokens, 2))
+
+
+def by_token(x: torch.Tensor, routing: Routing, bank: ExpertBank) -> torch.Tensor:
+    rows = []
+    for token, ids, weights in zip(x, *routing, strict=True):
+        total = torch.zeros(HIDDEN)
+        for expert, weight in zip(ids.tolist(), weights, strict=True):
+            gate, up = (bank.gate_up_EGD[expert] @ token).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            total += weight * (bank.down_EDF[expert] @ hidden)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", ["random", "one expert"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 17, 129, 300])
+def test_experts_match_a_loop_over_tokens(bank: ExpertBank, kind: str, num_tokens: int) -> None:
+    torch.manual_seed(1)
+    x, routing = torch.randn(num_tokens, HIDDEN), routing_for(kind, num_tokens)
+    out = moe_experts(x, routing, bank)
+    torch.testing.assert_close(out, by_token(x, routing, bank), atol=1e-3, rtol=1e-4)
+    for token in (0, num_tokens - 1):
+        one = slice(token, token + 1)
+        alone = moe_experts(x[one], Routing(routing.ids_TK[one], routing.weights_TK[one]), bank)
+        assert torch.equal(alone[0], out[token])
+
+
+def test_no_tokens_give_an_empty_result(bank: ExpertBank) -> None:
+    empty = Routing(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
+    assert moe_experts(torch.empty(0, HIDDEN), empty, bank).shape == (0, HIDDEN)
+
+
+def test_every_routed_token_is_counted_once() -> None:
+    load = ExpertLoad(2, NUM_EXPERTS, torch.device("cpu"))
+    for num_tokens in (0, 1, 17):
+        load.count(1, routing_for("random", num_tokens).ids_TK if num_tokens else
+                   torch.empty(0, 2, dtype=torch.int64))  # fmt: skip
+    assert load.counts_LE.sum(1).tolist() == [0, 36]

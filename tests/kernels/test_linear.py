@@ -1,0 +1,51 @@
+"""Projections whose rows do not depend on the other rows of the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_serve.kernels.grouped_gemm import grouped_gemm
+from moe_serve.kernels.linear import LARGE, linear
+from moe_serve.kernels.permute import permute
+
+SHAPES = [(64, 33), (256, 512), (100, 1000)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("features", "out"), SHAPES)
+def test_a_row_has_the_same_bits_in_any_batch(features: int, out: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2 * LARGE + 33, features).to(dtype)
+    weight, bias = torch.randn(out, features).to(dtype), torch.randn(out).to(dtype)
+    whole = linear(x, weight, bias)
+    for count in (1, 2, 3, 7, 8, 15, 16, 17, 33, 129, 255, 256, 257, 300):
+        assert torch.equal(linear(x[:count], weight, bias), whole[:count]), count
+        assert torch.equal(linear(x[-count:], weight, bias), whole[-count:]), count
+
+
+@pytest.mark.parametrize("count", [0, 1, 17, 300])
+def test_values_are_those_of_a_plain_product(count: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(count, 70), torch.randn(50, 70), torch.randn(50)
+    torch.testing.assert_close(linear(x, weight, bias), x @ weight.T + bias, atol=1e-4, rtol=1e-5)
+
+
+def test_permute_gives_the_example_of_its_docstring() -> None:
+    order, inverse, counts = permute(torch.tensor([[2, 0], [0, 1]]), 3)
+    assert order.tolist() == [1, 2, 3, 0]
+    assert inverse.tolist() == [3, 0, 1, 2]
+    assert counts.tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 300, 0], [1, 17, 129], [5, 0, 0]])
+def test_grouped_gemm_gives_each_row_its_own_expert(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(3, 40, 24), torch.randn(sum(counts), 24)
+    out = grouped_gemm(x, weight, counts)
+    expected = [part @ weight[e].T for e, part in enumerate(x.split(counts))]
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-4, rtol=1e-5)
+    for row, expert in enumerate(torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor(counts))):
+        one = [int(expert == e) for e in range(3)]
+        assert torch.equal(grouped_gemm(x[row : row + 1], weight, one)[0], out[row])
