@@ -1,0 +1,60 @@
+"""The `moe-serve` command: picks the command, turns our errors into one line and an exit code.
+
+0 done, 1 the engine failed, 2 what was asked for cannot be done, 130 interrupted.
+Each command imports what it needs when it runs, so `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moe_serve import __version__
+from moe_serve.errors import ConfigError, EngineError, MoeServeError
+from moe_serve.option_parser import closest
+
+PROG = "moe-serve"
+COMMANDS = {
+    "serve": "answer the OpenAI API over HTTP",
+    "generate": "complete prompts from the command line",
+    "version": "print the version",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except MoeServeError as error:
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+
+
+def _run(argv: list[str]) -> int:
+    command = argv[0] if argv else ""
+    if command in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if command in ("--version", "version"):
+        print(f"{PROG} {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(_unknown(command))
+    run = importlib.import_module(f"moe_serve.cli.{command}").run
+    return int(run(argv[1:], prog=f"{PROG} {command}"))
+
+
+def _overview() -> str:
+    lines = [f"usage: {PROG} COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", f"{PROG} COMMAND --help tells the options of a command."])
+
+
+def _unknown(command: str) -> str:
+    known = f"commands: {', '.join(COMMANDS)}"
+    if not command:
+        return f"which command? {known}"
+    return f"{command!r} is not a command{closest(command, COMMANDS)} ({known})"

@@ -1,0 +1,73 @@
+"""The argparse side of `settings`: groups, a readable `--help`, and errors that name the fix."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from moe_serve.errors import ConfigError
+from moe_serve.options import COMMON
+
+HELP_COLUMN = 32
+
+
+def closest(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """'; did you mean X?' for the known word nearest to `word`, or nothing."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """One short left column: `--a, --b N` and `--[no-]flag`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=HELP_COLUMN)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            names = [name for name in action.option_strings if not name.startswith("--no-")]
+            return ", ".join(name.replace("--", "--[no-]", 1) for name in names)
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {action.metavar}"
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Raises `ConfigError` where argparse would print its usage and exit."""
+
+    def __init__(self, *, prog: str, usage: str, description: str, epilog: str) -> None:
+        super().__init__(prog=prog, usage=usage, description=description, epilog=epilog,
+                         allow_abbrev=False, formatter_class=HelpFormatter)  # fmt: skip
+        # argparse's own group takes what every command has.
+        self._groups: dict[str, argparse._ActionsContainer] = {COMMON: self}
+        self._flags: list[str] = []
+
+    def add_to_group(self, title: str, *names: str, **kwargs: Any) -> None:
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        action = self._groups[title].add_argument(*names, **kwargs)
+        self._flags += action.option_strings
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse all of `argv`; an unknown flag is a `ConfigError` with the closest known one."""
+        namespace, unknown = self.parse_known_args(list(argv))
+        for word in unknown:
+            name = word.split("=")[0]
+            if name.startswith("-"):
+                raise ConfigError(f"{name} is not a flag of {self.prog}{self._advice(name)}")
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is one argument too many; see {self.prog} --help")
+        return namespace
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        text = text.replace(": expected one argument", " needs a value")
+        raise ConfigError(text.replace(": ignored explicit argument", " takes no value, but got"))
+
+    def _advice(self, name: str) -> str:
+        if name in ("--model", "--model-path"):
+            return f"; give the model without a flag: {self.prog} MODEL"
+        advice = closest(name.replace("_", "-"), self._flags)
+        return advice or f"; see {self.prog} --help"
