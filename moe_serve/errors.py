@@ -9,6 +9,7 @@
     │   ├── AuthenticationError   401
     │   ├── BodyTooLargeError     413
     │   └── QueueFullError        429, with Retry-After
+    ├── LogitsError           one request's logits choose no token: that request ends, others go on
     └── EngineError           the engine cannot serve now: 503
         ├── EngineDeadError       its process ended or no longer answers
         └── DrainingError         the server is shutting down
@@ -78,6 +79,10 @@ class QueueFullError(RequestError):
     type = "rate_limit_error"
     code = "queue_full"
     retry_after_seconds = 1
+
+
+class LogitsError(MoeServeError):
+    """The logits of one request choose no token. Ends that request alone, as "error"."""
 
 
 class EngineError(MoeServeError):

@@ -1,0 +1,174 @@
+"""From the logits of a step to one token per row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from moe_serve.errors import LogitsError
+from moe_serve.kernels.sampling import fixed_point_weights, keep_min_p, keep_top, pick
+from moe_serve.logit_edits import SamplingRow, edit_logits
+from moe_serve.logprobs import token_logprobs
+from moe_serve.messages import TokenLogprobs
+from moe_serve.step import SampledToken
+
+__all__ = ["Sampler", "SamplingRow", "uniform"]
+
+
+def uniform(seed: int, index: int) -> float:
+    """The number in [0, 1) that chooses output token `index` of a request: 53 bits of a hash.
+
+    A function of nothing else, so that neither company nor preemption changes a request's tokens.
+    """
+    message = seed.to_bytes(16, "little", signed=True) + index.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+class Sampler:
+    """Chooses the next token of every row; each row's result is the same in any batch.
+
+    `vocab_size`: width of the logits. Ids from `num_valid_tokens` on (default: none) pad the
+    vocabulary and are never chosen.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        num_valid_tokens: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.num_valid_tokens = vocab_size if num_valid_tokens is None else num_valid_tokens
+        assert 0 < self.num_valid_tokens <= vocab_size
+
+    def __call__(
+        self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> list[SampledToken | LogitsError]:
+        """One entry per row: its token, or why it cannot have one while the others can.
+
+        `logits_SV` [S, vocab_size], any float type, any device; left unchanged. A `LogitsError`
+        (returned, not raised) stands for a row whose logits hold NaN, plus infinity or nothing
+        finite, or whose bias and `min_tokens` leave no token.
+        """
+        assert logits_SV.shape == (len(rows), self.vocab_size)
+        if not rows:
+            return []
+        is_good = logits_SV.amax(dim=-1).isfinite().tolist()
+        edited_SN = self._edit(logits_SV, rows)
+        max_S, ids_S = edited_SN.max(dim=-1)
+        _sample(edited_SN, max_S, rows, ids_S)
+        has_choice = max_S.isfinite().tolist()
+        token_ids: list[int] = ids_S.tolist()
+        logprobs = self._logprobs(logits_SV, rows, token_ids)
+        results: list[SampledToken | LogitsError] = []
+        for index, token_id in enumerate(token_ids):
+            if not is_good[index]:
+                results.append(LogitsError("the model gave logits that are not finite"))
+            elif not has_choice[index]:
+                results.append(LogitsError("no token is left to choose from"))
+            else:
+                results.append(SampledToken(token_id=token_id, logprobs=logprobs.get(index)))
+        return results
+
+    def _edit(self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """fp32 logits [S, N] of the N valid tokens after bias, masks and penalties."""
+        logits_SN = logits_SV[:, : self.num_valid_tokens].float()
+        if any(row.edits_logits for row in rows):
+            logits_SN = logits_SN.clone()
+            edit_logits(logits_SN, rows, self.eos_token_ids)
+        return logits_SN
+
+    def _logprobs(
+        self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow], token_ids: list[int]
+    ) -> dict[int, TokenLogprobs]:
+        """Entries for the rows that ask, by row, from the model's own logits."""
+        num_top = {
+            index: row.params.logprobs
+            for index, row in enumerate(rows)
+            if row.params.logprobs is not None
+        }
+        if not num_top:
+            return {}
+        who = list(num_top)
+        entries = token_logprobs(
+            _rows_of(logits_SV, who),
+            [token_ids[index] for index in who],
+            max(num_top.values()),
+            self.num_valid_tokens,
+        )
+        return {
+            index: _shortened(entry, num_top[index])
+            for index, entry in zip(who, entries, strict=True)
+        }
+
+
+def _sample(
+    logits_SV: torch.Tensor, max_S: torch.Tensor, rows: Sequence[SamplingRow], ids_S: torch.Tensor
+) -> None:
+    """Overwrite in `ids_S`, the likeliest tokens, the choice of every row that is not greedy."""
+    who = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if not who:
+        return
+    chosen = [rows[index] for index in who]
+    logits_RV = _rows_of(logits_SV, who)
+    weights_RV = fixed_point_weights(
+        logits_RV,
+        _rows_of(max_S, who).unsqueeze(-1),
+        _column(logits_SV, [row.params.temperature for row in chosen], torch.float32),
+    )
+    weights_RV = _filter(weights_RV, logits_RV, chosen)
+    uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in chosen]
+    ids_R = pick(weights_RV, _column(logits_SV, uniforms, torch.float64))
+    ids_S[torch.tensor(who, device=ids_S.device)] = ids_R
+
+
+def _filter(
+    weights_RV: torch.Tensor, logits_RV: torch.Tensor, rows: Sequence[SamplingRow]
+) -> torch.Tensor:
+    """Zero what top-k, top-p and min-p drop. Rows without top-k and top-p are not sorted."""
+    vocab_size = logits_RV.shape[1]
+    top_ks = [_effective_top_k(row.params.top_k, vocab_size) for row in rows]
+    who = [
+        index
+        for index, row in enumerate(rows)
+        if top_ks[index] < vocab_size or row.params.top_p < 1
+    ]
+    if who:
+        top_k = torch.tensor([top_ks[index] for index in who], device=logits_RV.device)
+        top_p = _column(logits_RV, [rows[index].params.top_p for index in who], torch.float64)
+        weights_RV[who] = keep_top(
+            _rows_of(weights_RV, who), _rows_of(logits_RV, who), top_k, top_p.squeeze(-1)
+        )
+    if any(row.params.min_p for row in rows):
+        min_ps = [row.params.min_p for row in rows]
+        weights_RV = keep_min_p(weights_RV, _column(logits_RV, min_ps, torch.float64))
+    return weights_RV
+
+
+def _effective_top_k(top_k: int, vocab_size: int) -> int:
+    return top_k if 0 < top_k < vocab_size else vocab_size
+
+
+def _rows_of(values: torch.Tensor, who: list[int]) -> torch.Tensor:
+    """The rows `who`, ascending and distinct; without a copy when these are all rows."""
+    return values if len(who) == values.shape[0] else values[who]
+
+
+def _column(like: torch.Tensor, values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(-1)
+
+
+def _shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    if len(entry.top_token_ids) <= num_top:
+        return entry
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=entry.top_token_ids[:num_top],
+        top_logprobs=entry.top_logprobs[:num_top],
+    )
