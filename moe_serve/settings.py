@@ -105,10 +105,13 @@ class _Reader:
 
     def variables(self, other_types: Iterable[type[EngineConfig]]) -> dict[str, Given]:
         present = {name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)}
-        others = [o for type_ in other_types for o in options_of(type_).values()]
-        known = [s.upper() for o in [*self._options.values(), *others] for s in o.spellings]
-        for name in sorted(present.difference(ENV_PREFIX + word for word in known)):
-            advice = closest(name.removeprefix(ENV_PREFIX), known, prefix=ENV_PREFIX)
+        own = [spelling.upper() for spelling in self._by_spelling]
+        other_options = [o for type_ in other_types for o in options_of(type_).values()]
+        others = [spelling.upper() for o in other_options for spelling in o.spellings]
+        for name in sorted(present.difference(ENV_PREFIX + word for word in own + others)):
+            bare = name.removeprefix(ENV_PREFIX)
+            advice = closest(bare, own, prefix=ENV_PREFIX)
+            advice = advice or closest(bare, others, prefix=ENV_PREFIX)
             raise ConfigError(f"{name} is set but names no option{advice}")
         values = self._named(EnvSettingsSource(self._model)())
         written = [(variable(s), s) for s in self._by_spelling if variable(s) in present]
