@@ -41,7 +41,8 @@ class Scheduler:
       since max_model_len is at most the size of the pool.
     - A preempted request needs at least what it gave up, of which the older one has taken a part:
       it cannot come back before another request ends or is preempted. Nothing is admitted in a
-      step with a preemption, and admission leaves one free block for each running request.
+      step with a preemption, and admission leaves as many blocks free as the running requests
+      take in a step on average, so that it does not cause the next preemption.
     - Waiting requests are overtaken a bounded number of times (see `WaitingQueue`).
     """
 
@@ -201,7 +202,8 @@ class Scheduler:
         return chunks
 
     def _fits(self, request: Request) -> bool:
-        return self.block_manager.can_admit(request, num_spare_blocks=len(self._running))
+        num_spare_blocks = -(-len(self._running) // self.block_manager.block_size)
+        return self.block_manager.can_admit(request, num_spare_blocks)
 
     def _admit(self, request: Request) -> None:
         num_cached = self.block_manager.admit(request)

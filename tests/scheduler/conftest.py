@@ -1,0 +1,204 @@
+"""A scheduler with a model that proves, for every chunk, that its blocks hold the right past."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_serve.block_manager import BlockManager
+from moe_serve.messages import AddRequest, RequestUpdate, TokenLogprobs
+from moe_serve.request import Request
+from moe_serve.sampling_params import SamplingParams
+from moe_serve.scheduler import Scheduler
+from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
+
+VOCAB_SIZE = 97
+EOS = 0
+
+
+def next_token(token_ids: list[int]) -> int:
+    """Depends on every token so far, and on their order."""
+    value = len(token_ids)
+    for token_id in token_ids:
+        value = (value * 31 + token_id + 7) % 1_000_003
+    return value % VOCAB_SIZE
+
+
+def expected_outputs(prompt, sampling: SamplingParams, max_model_len: int) -> list[int]:
+    """What the request gets when it is alone in the world."""
+    room = max_model_len - len(prompt)
+    limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    outputs: list[int] = []
+    while len(outputs) < limit:
+        outputs.append(next_token([*prompt, *outputs]))
+        is_eos = outputs[-1] == EOS and not sampling.ignore_eos
+        may_stop = len(outputs) >= sampling.min_tokens
+        if may_stop and (is_eos or outputs[-1] in sampling.stop_token_ids):
+            break
+    return outputs
+
+
+class FakeEngine:
+    """Runs plans on a paged memory in which a slot holds a digest of all tokens up to it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.block_manager
+        self.memory: dict[int, int] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list] = {}
+        self.endings: dict[str, RequestUpdate] = {}
+        self.start_steps: dict[str, int] = {}
+        self.num_computed: dict[str, int] = {}
+        self.num_preemptions: dict[str, int] = {}
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt, *, priority: int = 0, **sampling) -> None:
+        sampling.setdefault("ignore_eos", True)
+        params = SamplingParams(temperature=0.0, **sampling)
+        self.scheduler.add(
+            AddRequest(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling=params,
+                priority=priority,
+            )
+        )
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.check(plan)
+        if plan is not None:
+            self.finish_step(plan, self.run(plan))
+        return plan
+
+    def check(self, plan: StepPlan | None) -> None:
+        self.scheduler.check_integrity()
+        assert (plan is not None) == self.scheduler.has_work
+        if plan is None:
+            return
+        assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(plan.chunks) <= self.scheduler.max_num_running
+        assert len({chunk.request.request_id for chunk in plan.chunks}) == len(plan.chunks)
+        assert all(chunk.num_tokens > 0 for chunk in plan.chunks)
+        is_long = [chunk.num_tokens > 1 for chunk in plan.chunks]
+        assert is_long == sorted(is_long)
+
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
+        self.num_steps += 1
+        # All write before any reads, as the layers of a model do.
+        for chunk in plan.chunks:
+            digests = self._digests(chunk.request, chunk.stop)
+            for position in range(chunk.start, chunk.stop):
+                self.memory[self._slot(chunk.request, position)] = digests[position]
+        return [self._result(chunk) for chunk in plan.chunks]
+
+    def _result(self, chunk: Chunk) -> ChunkResult:
+        request = chunk.request
+        self.start_steps.setdefault(request.request_id, self.num_steps)
+        self.num_preemptions[request.request_id] = request.num_preemptions
+        num_computed = self.num_computed.get(request.request_id, 0) + chunk.num_tokens
+        self.num_computed[request.request_id] = num_computed
+        seen = [self.memory[self._slot(request, p)] for p in range(chunk.stop)]
+        assert seen == self._digests(request, chunk.stop), "a slot holds another past"
+        tokens = request.tokens_between(0, chunk.stop)
+        sampled = SampledToken(token_id=next_token(tokens)) if chunk.samples else None
+        entries = None
+        if request.sampling.prompt_logprobs is not None:
+            stop = min(chunk.stop + 1, request.num_prompt_tokens)
+            entries = [self.entry(request, p) for p in range(chunk.start + 1, stop)]
+        return ChunkResult(sampled=sampled, prompt_logprobs=entries)
+
+    @staticmethod
+    def entry(request: Request, position: int) -> TokenLogprobs:
+        return TokenLogprobs(
+            token_id=request.prompt_token_ids[position],
+            logprob=-float(position),
+            rank=1,
+            top_token_ids=[],
+            top_logprobs=[],
+        )
+
+    def finish_step(self, plan: StepPlan, results: list[ChunkResult]) -> None:
+        for update in self.scheduler.update(plan, results):
+            self.record(update)
+        self.scheduler.check_integrity()
+
+    def record(self, update: RequestUpdate) -> None:
+        request_id = update.request_id
+        assert request_id not in self.endings, "news after the end"
+        self.outputs.setdefault(request_id, []).extend(update.token_ids)
+        if update.prompt_logprobs is not None:
+            assert request_id not in self.prompt_logprobs, "prompt logprobs told twice"
+            self.prompt_logprobs[request_id] = update.prompt_logprobs
+        if update.finish_reason is not None:
+            self.endings[request_id] = update
+
+    def drain(self, max_steps: int = 5000) -> None:
+        """Step until nothing is left; a livelock fails."""
+        for _ in range(max_steps):
+            if self.step() is None:
+                break
+        assert not self.scheduler.has_work, "no end in sight"
+        assert self.manager.num_free_blocks == self.manager.num_blocks, "blocks leaked"
+
+    def _slot(self, request: Request, position: int) -> int:
+        block, offset = divmod(position, self.manager.block_size)
+        return request.block_ids[block] * self.manager.block_size + offset
+
+    @staticmethod
+    def _digests(request: Request, stop: int) -> list[int]:
+        digests, value = [], 0
+        for token_id in request.tokens_between(0, stop):
+            value = hash((value, token_id))
+            digests.append(value)
+        return digests
+
+
+def make_engine(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    *,
+    enable_prefix_caching: bool = True,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int | None = None,
+    **options,
+) -> FakeEngine:
+    manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+    return FakeEngine(
+        Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len or num_blocks * block_size,
+            eos_token_ids=frozenset({EOS}),
+            **options,
+        )
+    )
+
+
+@pytest.fixture(name="make_engine")
+def make_engine_fixture():
+    return make_engine
+
+
+@pytest.fixture(name="expected_outputs")
+def expected_outputs_fixture():
+    """(prompt, sampling, max_model_len) -> the output tokens of an undisturbed run."""
+    return expected_outputs
+
+
+@pytest.fixture
+def make_request():
+    def make(request_id: str, prompt, *, arrival_index: int = 0, priority: int = 0) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(),
+            max_tokens=16,
+            seed=0,
+            priority=priority,
+            arrival_index=arrival_index,
+        )
+
+    return make
