@@ -199,7 +199,7 @@ def _decode_rows(group: int, head_dim: int, tile: int, threads: int) -> int:
     v = torch.randn(3, tile, head_dim, generator=rng)
     weights = torch.rand(3, full, tile, generator=rng)
     scores, values = torch.bmm(q, k.transpose(1, 2)), torch.bmm(weights, v)
-    candidates = [group, *(2**power for power in range(1, 10))]
+    candidates = [group, *(1 << power for power in range(1, 10))]
     for rows in sorted({n for n in candidates if group <= n < full}):
         agrees = all(
             torch.equal(torch.bmm(q[:b, :rows].contiguous(), k[:b].mT), scores[:b, :rows])

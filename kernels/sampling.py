@@ -47,10 +47,11 @@ def rank_keys(logits_SV: torch.Tensor) -> torch.Tensor:
     """
     # Adding zero turns -0.0 into 0.0, which is equal to it but has other bits.
     bits_SV = (logits_SV + 0.0).view(torch.int32)
-    ordered_SV = torch.where(bits_SV < 0, bits_SV ^ 0x7FFFFFFF, bits_SV).to(torch.int64)
+    # Negative floats grow in magnitude with their bits: turn those around.
+    bits_SV ^= (bits_SV >> 31) & 0x7FFFFFFF
     vocab_size = logits_SV.shape[-1]
     countdown_V = torch.arange(vocab_size - 1, -1, -1, device=logits_SV.device)
-    return (ordered_SV << 32) + countdown_V
+    return bits_SV.to(torch.int64).mul_(2**32).add_(countdown_V)
 
 
 def keep_top(

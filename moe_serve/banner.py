@@ -1,0 +1,31 @@
+"""What the server says when it is ready."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from moe_serve.messages import EngineReady
+
+
+def banner(version: str, model_name: str, info: EngineReady, url: str) -> str:
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0})
+    curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    lines = {
+        "model": f"{model_name} ({info.architecture}), {_count(info.num_parameters)} parameters, "
+        f"{_count(info.num_active_parameters)} active per token",
+        "compute": f"{info.device}, {info.dtype}, {info.num_threads} threads",
+        "KV pool": f"{info.num_kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks of "
+        f"{info.block_size} ({info.kv_cache_bytes / 2**20:,.0f} MiB); "
+        f"context {info.max_model_len:,}",
+        "ready": f"{url} (loaded in {info.load_seconds:.1f} s)",
+        "try": curl,
+    }
+    return "\n".join([f"moe_serve {version}", *(f"  {k:<8} {v}" for k, v in lines.items())])
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)

@@ -1,0 +1,69 @@
+"""One engine: a model, its KV pool and the scheduler that feeds it, stepped by its owner."""
+
+from __future__ import annotations
+
+import time
+
+from moe_serve.errors import RequestError
+from moe_serve.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, RequestUpdate
+from moe_serve.model_runner import ModelRunner
+from moe_serve.sampling_params import check_token_ids
+from moe_serve.scheduler import Scheduler
+
+
+class Engine:
+    """Not thread-safe: one loop adds, aborts and steps. Made by `engine_loader.load_engine`."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, info: EngineReady, max_logprobs: int
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.info = info
+        self.max_logprobs = max_logprobs
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def add(self, request: AddRequest) -> None:
+        """Accept a request, or raise `RequestError`; nothing else is disturbed."""
+        check_token_ids("prompt", request.prompt_token_ids, self.info.vocab_size)
+        sampling = request.sampling
+        sampling.check_vocabulary(self.info.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(sampling, name)
+            if value is not None and value > self.max_logprobs:
+                raise RequestError(
+                    f"{name} {value} exceeds the limit of {self.max_logprobs}", param=name
+                )
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.scheduler.abort(request_ids)
+
+    def step(self) -> EngineOutputs:
+        """Run one step. Without work it does nothing and tells nothing new."""
+        plan = self.scheduler.schedule()
+        updates: list[RequestUpdate] = []
+        if plan is not None:
+            outcome = self.runner.run(plan)
+            for request_id, reason in outcome.failures.items():
+                updates.append(self.scheduler.fail(request_id, reason))
+            updates += self.scheduler.update(plan, outcome.results)
+        return EngineOutputs(updates=updates, stats=self.stats)
+
+    def refusal(self, request: AddRequest, error: RequestError) -> EngineOutputs:
+        """What to answer for a request that `add` refused."""
+        update = RequestUpdate(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason="error",
+            error=error.message,
+            scheduled_time=time.time(),
+        )
+        return EngineOutputs(updates=[update], stats=self.stats)

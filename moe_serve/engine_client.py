@@ -1,0 +1,178 @@
+"""The API process's side of the engine: starts its process, talks to it, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Literal
+
+import zmq
+import zmq.asyncio
+
+from moe_serve import wire
+from moe_serve.config import EngineConfig
+from moe_serve.errors import EngineDeadError, EngineError
+from moe_serve.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineOutputs,
+    EngineReady,
+    EngineStats,
+    RequestUpdate,
+    Shutdown,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+# A dying engine's last words may still be on their way when its end is noticed.
+LAST_WORDS_SECONDS = 0.5
+KILL_AFTER_SECONDS = 5.0
+
+
+class EngineClient:
+    """Lives on one event loop. `status` goes from starting to ready, and to dead from either."""
+
+    def __init__(self, config: EngineConfig, log_level: str = "info") -> None:
+        self.status: Literal["starting", "ready", "dead"] = "starting"
+        self.info: EngineReady | None = None
+        self.stats = EngineStats()
+        self.failure: str | None = None
+        self.failed_by_config = False
+        self.changed = asyncio.Event()
+        self.on_stats: Callable[[EngineStats], None] | None = None
+        self._config = config
+        self._log_level = log_level
+        self._queues: dict[str, asyncio.Queue[RequestUpdate | EngineError]] = {}
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Start the process and return at once; `changed` is set when `status` changes."""
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-serve-")
+        address = f"ipc://{Path(self._folder.name) / 'engine'}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.bind(address)
+        # Imported there, not here: the API process stays free of torch.
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_run_engine, args=(self._config, address, self._log_level), name="engine"
+        )
+        self._process.start()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestUpdate, None]:
+        """Updates of one request until it finished. Closed early, it aborts the request.
+
+        Raises `EngineDeadError` when the engine ends first, `EngineError` while it starts.
+        """
+        self._check_ready()
+        queue: asyncio.Queue[RequestUpdate | EngineError] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        finished = False
+        try:
+            self._send(request)
+            while not finished:
+                update = await queue.get()
+                if isinstance(update, EngineError):
+                    raise update
+                finished = update.finish_reason is not None
+                yield update
+        finally:
+            del self._queues[request.request_id]
+            if not finished:
+                self._send(AbortRequests(request_ids=[request.request_id]))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._send(AbortRequests(request_ids=request_ids))
+
+    def give_up(self, error: EngineError) -> None:
+        """Make every open `generate` raise `error`, which aborts its request."""
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+
+    async def stop(self) -> None:
+        """End the process, by force if it does not end by itself; release everything."""
+        self._is_stopping = True
+        if self.status == "ready":
+            self._send(Shutdown())
+        else:
+            self._process.terminate()
+        if not await self._joined(KILL_AFTER_SECONDS if self.status == "ready" else 0.0):
+            self._process.kill()
+            await self._joined(KILL_AFTER_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    def _check_ready(self) -> None:
+        if self.status == "dead":
+            raise EngineDeadError(f"the engine ended: {self.failure}")
+        if self.status == "starting":
+            raise EngineError("the model is still loading")
+
+    def _send(self, message: ToEngine) -> None:
+        if self.status == "ready":
+            # The socket queues it at once; the future only reports that.
+            self._socket.send(wire.encode(message))
+
+    async def _receive(self) -> None:
+        while True:
+            message = wire.decode(await self._socket.recv())
+            if isinstance(message, EngineOutputs):
+                self.stats = message.stats
+                if self.on_stats is not None:
+                    self.on_stats(message.stats)
+                for update in message.updates:
+                    queue = self._queues.get(update.request_id)
+                    if queue is not None:
+                        queue.put_nowait(update)
+            elif isinstance(message, EngineReady):
+                self.info = message
+                self.status = "ready"
+                self.changed.set()
+            elif isinstance(message, EngineFailed):
+                self.failed_by_config = message.is_config
+                self._die(message.message)
+
+    async def _watch(self) -> None:
+        """Notice the end of the process through its sentinel: no polling, no delay."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        sentinel = self._process.sentinel
+        loop.add_reader(sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(sentinel)
+        if self._is_stopping:
+            return
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        self._process.join()
+        self._die(f"its process ended with exit code {self._process.exitcode}")
+
+    def _die(self, why: str) -> None:
+        if self.status == "dead":
+            return
+        self.status, self.failure = "dead", why
+        logger.error("the engine ended: %s", why)
+        self.give_up(EngineDeadError(f"the engine ended: {why}"))
+        self.changed.set()
+
+    async def _joined(self, seconds: float) -> bool:
+        await asyncio.to_thread(self._process.join, seconds)
+        return not self._process.is_alive()
+
+
+def _run_engine(config: EngineConfig, address: str, log_level: str) -> None:
+    from moe_serve.engine_process import run
+
+    run(config, address, log_level)

@@ -1,0 +1,61 @@
+"""The memory that holds keys and values: how many blocks fit, and the tensors themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_serve.config import CPU_KV_CACHE_BYTES, EngineConfig
+from moe_serve.context import LayerKV
+from moe_serve.errors import ConfigError
+from moe_serve.models.spec import DecoderSpec
+
+
+def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers: keys and values of `block_size` tokens."""
+    per_token = sum(
+        2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers
+    )
+    return per_token * block_size * dtype.itemsize
+
+
+def pool_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:
+    """How many blocks the configuration, or else the free memory, allows.
+
+    Raises `ConfigError` where not even one fits.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = CPU_KV_CACHE_BYTES
+        if device.type == "cuda":
+            budget = _free_gpu_bytes(config.gpu_memory_utilization, device)
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool of {budget} bytes holds no block of {bytes_per_block} bytes; "
+            "raise --kv-cache-memory or lower --block-size"
+        )
+    return num_blocks
+
+
+def _free_gpu_bytes(utilization: float, device: torch.device) -> int:
+    """What the wanted share of the GPU leaves after the weights, which are loaded by now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * utilization) - (total - free))
+
+
+def make_pool(
+    spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerKV]:
+    """Zeroed tensors [blocks, block_size, kv heads, head_dim] for every layer."""
+
+    def tensor(num_heads: int, head_dim: int) -> torch.Tensor:
+        shape = (num_blocks, block_size, num_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    pool = []
+    for layer in spec.layers:
+        shape = (layer.attention.num_kv_heads, layer.attention.head_dim)
+        pool.append(LayerKV(keys_BsNh=tensor(*shape), values_BsNh=tensor(*shape)))
+    return pool

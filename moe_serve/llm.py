@@ -1,0 +1,150 @@
+"""Offline use: `LLM(...)` in one process, the same engine without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from moe_serve.choices import Choice, fan_out
+from moe_serve.config import BUILTIN_MODEL, EngineConfig
+from moe_serve.engine_loader import load_engine
+from moe_serve.errors import ConfigError, RequestError
+from moe_serve.messages import AddRequest, RequestUpdate
+from moe_serve.model_path import resolve_model
+from moe_serve.output import OutputAssembler, SequenceOutput
+from moe_serve.sampling_params import SamplingParams
+from moe_serve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOutput:
+    """`outputs`: the n choices, in order."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[SequenceOutput]
+
+
+class LLM:
+    """`LLM("builtin", max_num_seqs=8)`: any option of `EngineConfig` by its name.
+
+    Raises `ConfigError` for an option that is unknown or cannot work, `CheckpointError` for a
+    model that cannot be loaded. Use as a context manager, or call `close`, to free the memory.
+    """
+
+    def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        folder = resolve_model(model, options.pop("revision", None))
+        self.config = EngineConfig(model=str(folder), **options)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.engine = load_engine(self.config, show_progress=True)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerateOutput]:
+        """Complete texts or token-id lists, all in one batch; results in order.
+
+        `params` for all, or one for each. Raises `RequestError` before anything runs if one of
+        them cannot be served.
+        """
+        listed = _prompt_list(prompts)
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]
+        texts = [p if isinstance(p, str) else None for p in listed]
+        return self._complete(texts, ids, _params_list(params, len(ids)))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+    ) -> GenerateOutput:
+        """Answer one conversation through the model's chat template."""
+        ids = self.tokenizer.render_chat(messages)
+        return self._complete([None], [ids], _params_list(params, 1))[0]
+
+    def close(self) -> None:
+        """Free the model and the KV pool; the object is of no use afterwards."""
+        del self.engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _complete(
+        self, texts: list[str | None], ids: list[list[int]], params: list[SamplingParams]
+    ) -> list[GenerateOutput]:
+        choices = [fan_out(str(next(self._numbers)), one) for one in params]
+        sequences = _Sequences(self.tokenizer)
+        try:
+            for prompt, group in zip(ids, choices, strict=True):
+                for choice in group:
+                    self.engine.add(sequences.open(choice, prompt))
+            while self.engine.has_work:
+                for update in self.engine.step().updates:
+                    self.engine.abort(sequences.feed(update))
+        finally:
+            self.engine.abort(list(sequences.results))
+        results = sequences.results
+        return [
+            GenerateOutput(
+                prompt=text,
+                prompt_token_ids=prompt,
+                outputs=[results[choice.request_id] for choice in group],
+            )
+            for text, prompt, group in zip(texts, ids, choices, strict=True)
+        ]
+
+
+class _Sequences:
+    """The choices of one call, while they run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.results: dict[str, SequenceOutput] = {}
+        self._tokenizer = tokenizer
+        self._assemblers: dict[str, OutputAssembler] = {}
+
+    def open(self, choice: Choice, prompt: list[int]) -> AddRequest:
+        name = choice.request_id
+        self.results[name] = SequenceOutput(request_id=name)
+        self._assemblers[name] = OutputAssembler(name, self._tokenizer, choice.params, prompt)
+        return AddRequest(request_id=name, prompt_token_ids=prompt, sampling=choice.params)
+
+    def feed(self, update: RequestUpdate) -> list[str]:
+        """Take in news; the ids that a stop string ended, which the engine must forget."""
+        delta = self._assemblers[update.request_id].feed(update)
+        self.results[update.request_id].add(delta)
+        return [update.request_id] if delta.needs_abort else []
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several: a sequence of integers is one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} params for {count} prompts; give one or as many")
+    return list(params)

@@ -1,0 +1,102 @@
+"""Runs one step of the model: plan in, tokens out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from moe_serve.batch import build_batch
+from moe_serve.context import LayerKV
+from moe_serve.errors import LogitsError
+from moe_serve.experts.load import ExpertLoad
+from moe_serve.logprobs import prompt_logprobs
+from moe_serve.messages import TokenLogprobs
+from moe_serve.models.decoder import Decoder
+from moe_serve.sampler import Sampler, SamplingRow
+from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
+
+# Shapes: T tokens of the step, D model, S sampled rows, V vocabulary.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One entry per chunk; `failures`: request id -> why that request alone cannot go on."""
+
+    results: list[ChunkResult]
+    failures: dict[str, str]
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Sequence[LayerKV],
+        sampler: Sampler,
+        load: ExpertLoad,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.sampler = sampler
+        self.load = load
+        self.device = device
+        self.block_size = pool[0].keys_BsNh.shape[1]
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        batch = build_batch(plan, self.block_size, self.device)
+        hidden_TD = self.model(batch.token_ids_T, batch.context, self.pool, self.load)
+        starts = batch.context.query_starts
+        sampled = self._sample(plan, hidden_TD, starts)
+        failures = {
+            plan.chunks[row].request.request_id: str(outcome)
+            for row, outcome in sampled.items()
+            if isinstance(outcome, LogitsError)
+        }
+        results = []
+        for row, chunk in enumerate(plan.chunks):
+            token = sampled.get(row)
+            results.append(
+                ChunkResult(
+                    sampled=token if isinstance(token, SampledToken) else None,
+                    prompt_logprobs=self._prompt_logprobs(chunk, hidden_TD[starts[row] :]),
+                )
+            )
+        return StepResult(results=results, failures=failures)
+
+    def _sample(
+        self, plan: StepPlan, hidden_TD: torch.Tensor, starts: list[int]
+    ) -> dict[int, SampledToken | LogitsError]:
+        """By chunk number, for the chunks that sample."""
+        rows = [row for row, chunk in enumerate(plan.chunks) if chunk.samples]
+        if not rows:
+            return {}
+        last = torch.tensor([starts[row + 1] - 1 for row in rows], device=self.device)
+        logits_SV = self.model.logits(hidden_TD[last])
+        requests = [plan.chunks[row].request for row in rows]
+        tokens = self.sampler(
+            logits_SV,
+            [
+                SamplingRow(
+                    params=request.sampling,
+                    seed=request.seed,
+                    prompt_token_ids=request.prompt_token_ids,
+                    output_token_ids=request.output_token_ids,
+                )
+                for request in requests
+            ],
+        )
+        return dict(zip(rows, tokens, strict=True))
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden_TD: torch.Tensor) -> list[TokenLogprobs] | None:
+        """Of the prompt tokens that the chunk's positions predict; None if nobody asks."""
+        num_top = chunk.request.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        prompt = chunk.request.prompt_token_ids
+        targets = prompt[chunk.start + 1 : chunk.stop + 1]
+        if not targets:
+            return []
+        return prompt_logprobs(self.model.logits(hidden_TD[: len(targets)]), targets, num_top)

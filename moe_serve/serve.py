@@ -1,0 +1,144 @@
+"""The server process: HTTP here, the engine in a child, and an orderly end for both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from moe_serve import __version__, listen
+from moe_serve.api.app import create_app
+from moe_serve.api.state import ApiState
+from moe_serve.banner import banner
+from moe_serve.config import BUILTIN_MODEL, ServeConfig
+from moe_serve.engine_client import EngineClient
+from moe_serve.errors import ConfigError, DrainingError
+from moe_serve.logs import set_up
+from moe_serve.model_path import resolve_model
+from moe_serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BUILTIN_NAME = "stories-moe"
+EXIT_ENGINE_DIED = 1
+# After the engine's death, time for open streams to pass on their error event.
+FLUSH_SECONDS = 1.0
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until a signal or the engine's end; the exit code.
+
+    0 after SIGINT or SIGTERM, 1 when the engine died. Raises `ConfigError` or `CheckpointError`
+    for what the user must mend.
+    """
+    set_up(config.log_level, role="server")
+    sock = listen.bind(config.host, config.port)
+    with contextlib.closing(sock):
+        folder = resolve_model(config.model, config.revision)
+        template = None if config.chat_template is None else Path(config.chat_template)
+        tokenizer = Tokenizer.from_folder(folder, template)
+        name = config.served_model_name or model_name(config.model, folder)
+        config = dataclasses.replace(config, model=str(folder), revision=None)
+        return asyncio.run(_Server(config, sock, tokenizer, name).run())
+
+
+def model_name(model: str, folder: Path) -> str:
+    """The name in the API: a hub id as it is, a folder's last part."""
+    if model == BUILTIN_MODEL:
+        return BUILTIN_NAME
+    return folder.resolve().name if Path(model).exists() else model
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: requests are drained before uvicorn is told to stop."""
+        yield
+
+
+class _Server:
+    def __init__(
+        self, config: ServeConfig, sock: socket.socket, tokenizer: Tokenizer, name: str
+    ) -> None:
+        self.config = config
+        self.sock = sock
+        self.name = name
+        self.engine = EngineClient(config.engine, config.log_level)
+        app = create_app(config, self.engine, tokenizer, [name])
+        self.api: ApiState = app.state.api
+        self.http = _HttpServer(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", ws="none",
+                timeout_graceful_shutdown=2, server_header=False,
+            )
+        )  # fmt: skip
+        self.signalled = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        self.engine.start()
+        http = asyncio.create_task(self.http.serve(sockets=[self.sock]))
+        try:
+            return await self._until_end()
+        finally:
+            self.http.should_exit = True
+            await http
+            await self.engine.stop()
+
+    async def _until_end(self) -> int:
+        await _first_of(self.engine.changed.wait(), self.signalled.wait())
+        if self.engine.status == "ready" and self.engine.info is not None:
+            url = listen.url(self.sock)
+            print(banner(__version__, self.name, self.engine.info, url), flush=True)
+            self.engine.changed.clear()
+            await _first_of(self.engine.changed.wait(), self.signalled.wait())
+        if self.engine.status == "dead":
+            return await self._after_death()
+        await self._drain()
+        return 0
+
+    async def _after_death(self) -> int:
+        if self.engine.failed_by_config:
+            raise ConfigError(self.engine.failure)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.api.wait_drained(), FLUSH_SECONDS)
+        return EXIT_ENGINE_DIED
+
+    async def _drain(self) -> None:
+        """Refuse new requests, let open ones end; past the deadline they end with an error."""
+        self.api.start_draining()
+        logger.info("draining %d sequences", self.api.num_open_sequences)
+        drained = self.api.wait_drained()
+        await _first_of(
+            drained,
+            self.engine.changed.wait(),
+            self.hurried.wait(),
+            asyncio.sleep(self.config.shutdown_timeout),
+        )
+        if self.api.num_open_sequences:
+            logger.warning("%d sequences were cut off", self.api.num_open_sequences)
+            self.engine.give_up(DrainingError("the server shut down before the request ended"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.api.wait_drained(), FLUSH_SECONDS)
+
+    def _on_signal(self) -> None:
+        """The first asks for an orderly end, the second for one at once."""
+        (self.hurried if self.signalled.is_set() else self.signalled).set()
+
+
+async def _first_of(*waits: Coroutine[None, None, object]) -> None:
+    """Return when one of these coroutines is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    _, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
