@@ -1,0 +1,82 @@
+"""The Mixture-of-Experts block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_serve.experts.bank import ExpertBank
+from moe_serve.experts.layer import moe_experts
+from moe_serve.experts.load import ExpertLoad
+from moe_serve.kernels.linear import linear
+from moe_serve.layers.mlp import DenseMLP
+from moe_serve.layers.projection import Projection, empty_parameter
+from moe_serve.models.spec import MoESpec
+from moe_serve.routing.router import RouterSpec, Routing, route
+
+# Shapes: T tokens, D model, E experts.
+
+
+class Router(nn.Module):
+    """Scores every expert. Weights and logits are fp32 whatever the model's dtype.
+
+    Two experts may differ by less than one bf16 step: rounded logits would choose another one.
+    """
+
+    def __init__(
+        self, spec: RouterSpec, num_experts: int, hidden_size: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight_ED = empty_parameter(
+            num_experts, hidden_size, dtype=torch.float32, device=device
+        )
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """[T, E] fp32."""
+        return linear(x_TD.float(), self.weight_ED)
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        return route(self.logits(x_TD), self.spec)
+
+
+class MoE(nn.Module):
+    """Routed experts, plus the shared expert where the spec has one. T may be 0.
+
+    `moe_index` counts the MoE layers below this one: its row in `ExpertLoad`.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        hidden_size: int,
+        moe_index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.moe_index = moe_index
+        self.router = Router(spec.router, spec.num_experts, hidden_size, device)
+        self.experts = ExpertBank(
+            spec.num_experts, hidden_size, spec.inner_size, spec.activation, dtype, device
+        )
+        self.shared: DenseMLP | None = None
+        self.shared_gate: Projection | None = None
+        if spec.shared is not None:
+            self.shared = DenseMLP(
+                hidden_size, spec.shared.inner_size, spec.activation, dtype=dtype, device=device
+            )
+            if spec.shared.has_gate:
+                self.shared_gate = Projection(hidden_size, 1, dtype=dtype, device=device)
+
+    def forward(self, x_TD: Tensor, load: ExpertLoad | None) -> Tensor:
+        routing = self.router(x_TD)
+        if load is not None:
+            load.count(self.moe_index, routing.ids_TK)
+        y_TD = moe_experts(x_TD, routing, self.experts)
+        return y_TD if self.shared is None else y_TD + self._shared(x_TD, self.shared)
+
+    def _shared(self, x_TD: Tensor, shared: DenseMLP) -> Tensor:
+        y_TD: Tensor = shared(x_TD)
+        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()

@@ -1,0 +1,21 @@
+"""Root mean square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_serve.kernels.rms_norm import rms_norm
+from moe_serve.layers.projection import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """Over the last dimension, of `size`."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight_D = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight_D, self.eps)
