@@ -186,6 +186,18 @@ def test_logprobs_name_bytes_alternatives_and_hidden_tokens() -> None:
     assert shown.decode() == delta.text == "é"
 
 
+def test_a_skipped_special_token_inside_the_text_is_hidden_in_logprobs() -> None:
+    ids = [97, EOS, 98]
+    for skip, text, hidden in [
+        (True, "ab", [False, True, False]),
+        (False, "a<eos>b", [False, False, False]),
+    ]:
+        whole, _ = run(ids, [2], "length", ignore_eos=True, skip_special_tokens=skip, logprobs=0)
+        assert whole.text == text
+        assert whole.logprobs is not None
+        assert [entry.is_hidden for entry in whole.logprobs] == hidden
+
+
 def test_logprobs_of_held_text_come_with_their_token() -> None:
     assembler = assemble(stop=("abc",), logprobs=0)
     delta = assembler.feed(update("ab", logprobs=[position(97), position(98)]))
