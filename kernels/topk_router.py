@@ -54,7 +54,8 @@ def _mask_groups(choice_TE: Tensor, num_groups: int, top_groups: int, best: int)
     kept = torch.zeros_like(worth_TG, dtype=torch.bool)
     kept.scatter_(1, worth_TG.topk(top_groups, dim=-1).indices, True)
     # -inf, not 0: biased scores may all be negative.
-    return grouped_TGe.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    masked_TE: Tensor = grouped_TGe.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    return masked_TE
 
 
 def _topk_lowest_id_first(choice_TE: Tensor, top_k: int) -> Tensor:

@@ -1,0 +1,23 @@
+"""How many tokens each expert got."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Shapes: L MoE layers, E logical experts, T tokens, K top-k.
+
+
+class ExpertLoad:
+    """Counts per MoE layer and logical expert since the start: `counts_LE`, int64.
+
+    Every routed token is counted once: each row sums to tokens x top_k.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+
+    def count(self, layer_index: int, ids_TK: Tensor) -> None:
+        self.counts_LE[layer_index] += torch.bincount(
+            ids_TK.flatten(), minlength=self.counts_LE.shape[1]
+        )
