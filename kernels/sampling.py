@@ -32,7 +32,8 @@ def fixed_point_weights(
     """Likelihoods as int64 [S, V], relative to the likeliest token's `2 ** weight_bits(V)`.
 
     `logits_SV` fp32; `max_S1` its row maxima, finite. Subtracted before the division, they keep
-    any temperature above 0 free of overflow. Rows with NaN give arbitrary numbers.
+    any temperature above 0 free of overflow. Rounded down: what is rarer than one in
+    `2 ** weight_bits(V)` gets 0. Rows with NaN give arbitrary numbers.
     """
     scaled_SV = logits_SV - max_S1
     if temperature_S1 is not None:
