@@ -25,7 +25,7 @@ def oracle(
     mass = sum(probs[i] for i in order)
     kept, total, margin = [], 0.0, 1.0
     for i in order:
-        if kept and total >= top_p:
+        if kept and total >= top_p and top_p < 1:
             break
         kept.append(i)
         total += probs[i] / mass
