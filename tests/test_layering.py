@@ -20,8 +20,8 @@ ALLOWED = {
     "routing": {"kernels", "parallel"},
     "experts": {"kernels", "parallel", "routing"},
     "api": {
-        "__version__", "chat", "config", "detokenizer", "engine_client", "errors", "logs",
-        "messages", "metrics", "output", "sampling_params", "stop_matcher", "token_bytes",
+        "__version__", "chat", "choices", "config", "detokenizer", "engine_client", "errors",
+        "logs", "messages", "metrics", "output", "sampling_params", "stop_matcher", "token_bytes",
         "tokenizer", "wire",
     },
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_serve import logs, settings
 from moe_serve.config import EngineConfig, ServeConfig, option
@@ -28,7 +28,7 @@ class GenerateConfig(EngineConfig):
     seed: int | None = option(None, "the same seed gives the same text; default: random")
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
 
-    def engine_options(self) -> dict[str, object]:
+    def engine_options(self) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(EngineConfig)]
         return {name: getattr(self, name) for name in names}
 

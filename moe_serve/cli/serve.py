@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_serve import logs, settings
+from moe_serve import settings
 from moe_serve.cli.generate import GenerateConfig
 from moe_serve.config import ServeConfig
 
@@ -18,7 +18,6 @@ def run(argv: Sequence[str], *, prog: str) -> int:
         description="Answer the OpenAI API over HTTP from a Mixture-of-Experts model.",
         other_types=[GenerateConfig],
     )
-    logs.set_up(config.log_level, role="server")
     from moe_serve import serve
 
     return serve.run(config)
