@@ -52,7 +52,7 @@ def load_engine(config: EngineConfig, *, show_progress: bool = False) -> Engine:
         max_model_len=max_model_len,
         eos_token_ids=folder.eos_token_ids,
     )
-    warm_up(runner, num_blocks, config.block_size)
+    warm_up(runner, num_blocks, config.block_size, max_model_len)
     info = describe(folder, model, pool, max_model_len, time.monotonic() - started)
     return Engine(runner, scheduler, info, config.max_logprobs)
 
@@ -96,20 +96,19 @@ def make_runner(
     return ModelRunner(model, pool, Sampler(model.spec.vocab_size, eos_token_ids), load, device)
 
 
-def warm_up(runner: ModelRunner, num_blocks: int, block_size: int) -> None:
+def warm_up(runner: ModelRunner, num_blocks: int, block_size: int, max_model_len: int) -> None:
     """One short request through a scheduler of its own: lazy set-up happens before clients wait.
 
     What it leaves behind, in the pool and in the expert counts, is wiped.
     """
-    room = num_blocks * block_size
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, False),
         max_num_seqs=1,
-        max_num_batched_tokens=room,
-        max_model_len=room,
+        max_num_batched_tokens=max_model_len,
+        max_model_len=max_model_len,
         eos_token_ids=frozenset(),
     )
-    prompt = [0] * max(1, min(room - 2, 300))
+    prompt = [0] * max(1, min(max_model_len - 2, 300))
     sampling = SamplingParams(max_tokens=2, temperature=0)
     scheduler.add(AddRequest(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling))
     while (plan := scheduler.schedule()) is not None:
