@@ -65,13 +65,21 @@ class FakeEngine:
         )
 
     def step(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        self.check(plan)
+        plan = self.plan()
         if plan is not None:
             self.finish_step(plan, self.run(plan))
         return plan
 
-    def check(self, plan: StepPlan | None) -> None:
+    def plan(self) -> StepPlan | None:
+        num_preemptions = self.scheduler.stats().num_preemptions
+        running = [request.request_id for request in self.scheduler._running]
+        plan = self.scheduler.schedule()
+        self._check(plan)
+        if plan is not None and self.scheduler.stats().num_preemptions > num_preemptions:
+            assert {chunk.request.request_id for chunk in plan.chunks} <= set(running)
+        return plan
+
+    def _check(self, plan: StepPlan | None) -> None:
         self.scheduler.check_integrity()
         assert (plan is not None) == self.scheduler.has_work
         if plan is None:

@@ -44,3 +44,21 @@ def test_the_same_prompt_again_and_twice_at_once(make_engine, num_prompt):
     assert not changed
     outputs = set(map(tuple, engine.outputs.values()))
     assert len(outputs) == 1 and len(engine.outputs) == 5
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_id_used_again_inherits_nothing(make_engine, is_aborted):
+    engine = make_engine(32, 4)
+    engine.add("same", range(12), max_tokens=4)
+    if is_aborted:
+        engine.step()
+        engine.scheduler.abort(["same"])
+    else:
+        engine.drain()
+    engine.endings.clear()
+    engine.add("same", range(40, 52), max_tokens=4)
+    engine.drain()
+    assert engine.endings["same"].num_cached_tokens == 0
+    engine.add("other", range(12), max_tokens=4)
+    engine.drain()
+    assert engine.endings["other"].num_cached_tokens == 8

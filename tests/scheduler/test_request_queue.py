@@ -45,6 +45,17 @@ def test_a_request_is_overtaken_a_bounded_number_of_times(make_request):
     assert queue.pop_first(fits).request_id == "17"
 
 
+def test_overtaking_is_counted_anew_once_a_request_has_started(make_request):
+    queue = WaitingQueue()
+    preempted = make_request("preempted", [1] * 9)
+    for start in (0, 100):
+        queue.add(preempted)
+        for index in range(1, MAX_OVERTAKES + 1):
+            queue.add(make_request(str(start + index), [1], arrival_index=start + index))
+            assert queue.pop_first(lambda request: request is not preempted) is not None
+        assert queue.pop_first(lambda request: True) is preempted
+
+
 def test_one_of_higher_priority_does_not_count_as_overtaking(make_request):
     queue = WaitingQueue()
     queue.add(make_request("later", [1], arrival_index=0))

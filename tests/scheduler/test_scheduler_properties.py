@@ -73,8 +73,7 @@ def machine_type(make_engine, expected_outputs):
         @rule(data=st.data(), fails=st.booleans())
         @precondition(lambda self: self.engine.scheduler.has_work)
         def step_with_an_end_before_the_update(self, data, fails):
-            plan = self.engine.scheduler.schedule()
-            self.engine.check(plan)
+            plan = self.engine.plan()
             results = self.engine.run(plan)
             self.end(data.draw(st.sampled_from(self.engine.scheduler.request_ids)), fails=fails)
             self.engine.finish_step(plan, results)

@@ -119,14 +119,14 @@ def test_stop_tokens_end_a_request_with_their_reason(make_engine):
 def test_times_and_cached_tokens_are_told(make_engine):
     clock = itertools.count(100)
     engine = make_engine(16, 4, clock=lambda: float(next(clock)))
-    engine.add("a", range(1, 10), max_tokens=2)
-    engine.drain()
-    engine.add("b", range(1, 10), max_tokens=2)
-    engine.drain()
-    update = engine.endings["b"]
-    assert update.num_cached_tokens == 8
-    assert 100 <= engine.endings["a"].scheduled_time < engine.endings["a"].first_token_time
-    assert engine.endings["a"].first_token_time < update.scheduled_time < update.first_token_time
+    for request_id in "ab":
+        engine.add(request_id, range(1, 10), max_tokens=3)
+        engine.drain()
+    first, second = engine.endings["a"], engine.endings["b"]
+    # The clock is read at the first start and after each of the three steps.
+    assert (first.scheduled_time, first.first_token_time) == (100, 101)
+    assert (second.scheduled_time, second.first_token_time) == (104, 105)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
     stats = engine.scheduler.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 8)
 
