@@ -37,6 +37,14 @@ async def read_request(request: Request, model: type[Model]) -> Model:
         raise _explain(error) from None
 
 
+def body_docs(path: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The request body of a POST route for the OpenAPI page, which FastAPI cannot see itself."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = model.model_json_schema(ref_template=place + "/$defs/{model}")
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def _parse_object(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         raise RequestError("the body is empty; it must be a JSON object")

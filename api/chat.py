@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_serve.api.body import read_request
+from moe_serve.api.body import body_docs, read_request
 from moe_serve.api.chat_answer import ChatAnswer
 from moe_serve.api.chat_messages import check_messages, encode_chat
 from moe_serve.api.disconnect import until_disconnect
@@ -33,7 +33,7 @@ router = APIRouter()
 MAX_TOP_LOGPROBS = 20
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_docs("/v1/chat/completions", ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     ticket = Ticket.of(request)
     state = ticket.state

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_serve.api.body import read_request
+from moe_serve.api.body import body_docs, read_request
 from moe_serve.api.completion_answer import CompletionAnswer
 from moe_serve.api.disconnect import until_disconnect
 from moe_serve.api.encoding import json_response
@@ -29,7 +29,7 @@ from moe_serve.errors import RequestError
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=body_docs("/v1/completions", CompletionRequest))
 async def create_completion(request: Request) -> Response:
     ticket = Ticket.of(request)
     state = ticket.state

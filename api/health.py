@@ -16,12 +16,14 @@ from moe_serve.api.ticket import Ticket
 router = APIRouter()
 
 VERSION = importlib.metadata.version("moe-serve")
-PROBE_METHODS = ["GET", "HEAD"]
 
 
-@router.api_route("/health", methods=PROBE_METHODS)
-@router.api_route("/ready", methods=PROBE_METHODS)
-@router.api_route("/ping", methods=PROBE_METHODS)
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ready")
+@router.head("/ready", include_in_schema=False)
+@router.get("/ping")
+@router.head("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 only when a request could complete; else 503 with the state, and why it is dead."""
     state = Ticket.of(request).state
@@ -31,7 +33,8 @@ async def health(request: Request) -> Response:
     return json_response(body, 200 if state.health == "ready" else 503)
 
 
-@router.api_route("/live", methods=PROBE_METHODS)
+@router.get("/live")
+@router.head("/live", include_in_schema=False)
 async def live() -> Response:
     """200 while the process answers at all."""
     return json_response({"status": "alive"})

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_serve.api.body import read_request
+from moe_serve.api.body import body_docs, read_request
 from moe_serve.api.chat_messages import check_messages
 from moe_serve.api.encoding import json_response
 from moe_serve.api.prompts import check_ids, encode_text
@@ -25,7 +25,7 @@ from moe_serve.errors import RequestError
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=body_docs("/tokenize", TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a chat. Works for texts longer than the context too."""
     state = Ticket.of(request).state
@@ -41,7 +41,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=body_docs("/detokenize", DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state = Ticket.of(request).state

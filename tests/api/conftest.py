@@ -248,7 +248,9 @@ class Server:
         self.engine = engine
         app = create_app(config, engine, tokenizer, ["tiny", "path/to/tiny"])
         self.state: ApiState = app.state.api
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        # With the protocol named, asyncio turns Nagle's algorithm off on accepted connections.
+        self._socket = socket.socket(proto=socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._uvicorn = uvicorn.Server(
@@ -261,9 +263,11 @@ class Server:
         wait_until(lambda: self._uvicorn.started)
         self.http = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.http.close()
         self._uvicorn.should_exit = True
+
+    def join(self) -> None:
         self._thread.join(10)
         self._socket.close()
         assert not self._thread.is_alive()
@@ -316,7 +320,9 @@ def serve() -> Iterator[Serve]:
 
     yield start
     for server in servers:
-        server.close()
+        server.stop()
+    for server in servers:
+        server.join()
 
 
 @pytest.fixture(scope="module")

@@ -174,6 +174,11 @@ def test_a_logprob_that_is_not_finite_becomes_null(serve: Any, value: float, str
     assert logprobs["token_logprobs"] == [None, None]
 
 
+@pytest.fixture(scope="module")
+def stop_server(serve: Any) -> Any:
+    return serve("ab cd<STOP>ef")
+
+
 STOPS = [["<STOP>"], ["cd<", "d<S"], ["P"], ["nowhere"], "<STOP>", ["ef", "b c"]]
 
 
@@ -181,10 +186,11 @@ STOPS = [["<STOP>"], ["cd<", "d<S"], ["P"], ["nowhere"], "<STOP>", ["ef", "b c"]
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stop_string_cuts_both_modes_alike_and_frees_the_engine(
-    serve: Any, stop: Any, keep: bool, n: int
+    stop_server: Any, stop: Any, keep: bool, n: int
 ) -> None:
-    full = "ab cd<STOP>ef"
-    server = serve(full)
+    server = stop_server
+    full = server.engine.answer.decode()
+    server.engine.aborted_ids.clear()
     stops = [stop] if isinstance(stop, str) else stop
     ends = [(full.index(s) + len(s), -len(s)) for s in stops if s in full]
     end, minus_length = min(ends, default=(len(full), 0))

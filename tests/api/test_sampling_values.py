@@ -24,7 +24,8 @@ GOOD = {
     "foo": ["1", "NaN", '{"a": [1]}'],
 }
 BAD = {
-    "temperature": ["-1", "3", "NaN", "Infinity", "-Infinity", '"0.5"', "true", "1e999", HUGE, "[]"],
+    "temperature": ["-1", "3", "NaN", "Infinity", "-Infinity", '"0.5"', "true", "1e999", HUGE,
+                    "[]"],
     "top_p": ["-0.5", "2", "NaN", '"1"'],
     "min_p": ["-1", "2", "NaN"],
     "presence_penalty": ["10", "-2.1", "NaN"],
