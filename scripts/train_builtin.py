@@ -198,7 +198,7 @@ def evaluate(
 
 def samples(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     texts = []
-    for prompt in ("Once upon a time", "The old king said to", "\"Where are you going?\" asked"):
+    for prompt in ("Once upon a time", "The old king said to", '"Where are you going?" asked'):
         torch.manual_seed(0)
         ids = torch.tensor([tokenizer.encode(prompt)])
         out = model.generate(ids, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.9)
@@ -227,8 +227,8 @@ instructions.
   Pinocchio, Peter Pan and others; Project Gutenberg texts, headers removed), {train_mb:.1f} MB,
   {train_tokens:,} tokens. Public domain in the USA.
 - Training: `scripts/train_builtin.py`, {steps:,} steps of {batch} x {length} tokens ({epochs:.1f}
-  epochs; the last 15 % in windows twice as long), AdamW, peak learning rate {lr}, router balance loss 0.01, bf16 autocast, seed {seed},
-  {minutes:.0f} minutes on two CPU cores.
+  epochs; the last 15 % in windows twice as long), AdamW, peak learning rate {lr}, router balance
+  loss 0.01, bf16 autocast, seed {seed}, {minutes:.0f} minutes on two CPU cores.
 - Validation (two whole books and the last 1.5 % of each other book, {valid_mb:.2f} MB):
   **{nats_per_byte:.4f} nats per byte** ({bits_per_byte:.4f} bits), perplexity {perplexity:.2f} per
   token of {bytes_per_token:.2f} bytes.
