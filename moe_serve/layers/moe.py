@@ -79,4 +79,13 @@ class MoE(nn.Module):
 
     def _shared(self, x_TD: Tensor, shared: DenseMLP) -> Tensor:
         y_TD: Tensor = shared(x_TD)
-        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
+        return y_TD if self.shared_gate is None else y_TD * _row_sigmoid(self.shared_gate(x_TD))
+
+
+def _row_sigmoid(x_T1: Tensor) -> Tensor:
+    """sigmoid(x) as softmax(x, 0), row by row.
+
+    `torch.sigmoid` computes the last few elements of a call another way than the rest, so a
+    token's gate would depend on how many tokens share the step.
+    """
+    return torch.cat((x_T1, torch.zeros_like(x_T1)), dim=-1).softmax(-1)[:, :1]
