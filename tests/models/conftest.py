@@ -229,3 +229,9 @@ def make_tiny(tmp_path: Path) -> Callable[..., TinyModel]:
         return TinyModel(folder)
 
     return make
+
+
+@pytest.fixture
+def tiny_model() -> type[TinyModel]:
+    """TinyModel(folder), for a folder that is there already."""
+    return TinyModel

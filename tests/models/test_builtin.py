@@ -1,0 +1,48 @@
+"""The model in the package against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from moe_serve.model_path import resolve_model
+
+NUM_TOKENS = 64
+PROMPTS = ["Once upon a time", "The", "There was a little girl who lived in a house by the river"]
+
+
+@pytest.fixture
+def builtin(tiny_model):
+    folder = resolve_model("builtin")
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("the built-in model is not in this checkout")
+    return tiny_model(folder)
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_greedy_text_equals_transformers(builtin, text: str) -> None:
+    prompt = encode(builtin, text)
+    expected = builtin.reference().generate(prompt, NUM_TOKENS)
+    found = builtin.runner().generate(prompt, NUM_TOKENS)
+    # transformers stops at the end of the text; the bare runner does not.
+    num_tokens = len(expected.token_ids)
+    assert found.token_ids[:num_tokens] == expected.token_ids
+    difference = (found.logprobs[:num_tokens] - expected.logprobs).abs().max()
+    assert difference <= 1e-4
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_bf16_logprobs_of_likely_tokens_stay_close(builtin, text: str) -> None:
+    prompt = encode(builtin, text)
+    token_ids = prompt + builtin.runner().generate(prompt, NUM_TOKENS).token_ids
+    expected = builtin.reference(torch.bfloat16).score(token_ids)
+    found = builtin.runner(torch.bfloat16).score(token_ids)
+    likely = expected.topk(5).indices
+    difference = (found.gather(1, likely) - expected.gather(1, likely)).abs().amax(-1)
+    # Two experts of nearly equal score may swap where bf16 rounds, there as here.
+    assert (difference <= 5e-2).float().mean() >= 0.95
+
+
+def encode(builtin, text: str) -> list[int]:
+    return transformers.AutoTokenizer.from_pretrained(builtin.folder)(text)["input_ids"]
