@@ -93,6 +93,7 @@ class FakeEngine:
         self.fail_at: int | None = None
         self.failure_error: Exception = EngineDeadError("the engine ended: killed")
         self.logprob_override: float | None = None
+        self.starts_empty = False
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestUpdate, None]:
         assert request.prompt_token_ids, "nothing may reach the engine without tokens"
@@ -140,6 +141,8 @@ class FakeEngine:
                 finish_reason="length",
             )
             return
+        if self.starts_empty:
+            yield RequestUpdate(request_id=request.request_id, token_ids=[])
         script = [*self._script(request), *([] if params.ignore_eos else [EOS])]
         for position, token_id in enumerate(script[: params.max_tokens]):
             is_stop = token_id == EOS or token_id in params.stop_token_ids

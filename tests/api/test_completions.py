@@ -249,6 +249,19 @@ def test_choices_of_several_prompts_stand_in_prompt_order(server: Any) -> None:
     assert body["usage"]["prompt_tokens"] == 3
 
 
+def test_cached_tokens_are_counted_once_a_prompt(server: Any) -> None:
+    usage = server.complete(prompt=["ab", "c"], n=3, max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_a_streamed_echo_waits_for_the_logprobs_of_the_prompt(serve: Any) -> None:
+    server = serve()
+    server.engine.starts_empty = True
+    choice = merged(server, {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 1})
+    assert choice["text"] == "abO"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "O"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"n": 0}, "n"), ({"n": 129}, "n"), ({"prompt": ["a"] * 129}, "prompt"),
