@@ -123,8 +123,8 @@ def test_when_the_client_leaves_all_its_sequences_are_aborted(
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         assert slow_server.state.num_open_sequences == n
-    slow_server.wait_until(lambda: not engine.open_ids, 1.0)
-    slow_server.wait_until(lambda: slow_server.state.num_open_sequences == 0, 1.0)
+    slow_server.wait_until(lambda: not engine.open_ids)
+    slow_server.wait_until(lambda: slow_server.state.num_open_sequences == 0)
     assert len(engine.aborted_ids) == n
 
 
