@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.elementwise import sigmoid
+
 # Shapes: T tokens, E experts, K top-k, G groups.
 
 
@@ -42,7 +44,7 @@ def _scores(logits_TE: Tensor, score: str) -> Tensor:
     if score == "softmax":
         return logits_TE.softmax(-1)
     if score == "sigmoid":
-        return logits_TE.sigmoid()
+        return sigmoid(logits_TE)
     raise ValueError(f"unknown router score {score!r}")
 
 

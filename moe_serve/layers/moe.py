@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import moe_experts
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.linear import linear
 from moe_serve.layers.mlp import DenseMLP
 from moe_serve.layers.projection import Projection, empty_parameter
@@ -79,13 +80,6 @@ class MoE(nn.Module):
 
     def _shared(self, x_TD: Tensor, shared: DenseMLP) -> Tensor:
         y_TD: Tensor = shared(x_TD)
-        return y_TD if self.shared_gate is None else y_TD * _row_sigmoid(self.shared_gate(x_TD))
-
-
-def _row_sigmoid(x_T1: Tensor) -> Tensor:
-    """sigmoid(x) as softmax(x, 0), row by row.
-
-    `torch.sigmoid` computes the last few elements of a call another way than the rest, so a
-    token's gate would depend on how many tokens share the step.
-    """
-    return torch.cat((x_T1, torch.zeros_like(x_T1)), dim=-1).softmax(-1)[:, :1]
+        if self.shared_gate is None:
+            return y_TD
+        return (y_TD * sigmoid(self.shared_gate(x_TD))).to(x_TD.dtype)

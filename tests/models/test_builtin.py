@@ -14,10 +14,7 @@ PROMPTS = ["Once upon a time", "The", "There was a little girl who lived in a ho
 
 @pytest.fixture
 def builtin(tiny_model):
-    folder = resolve_model("builtin")
-    if not (folder / "model.safetensors").is_file():
-        pytest.skip("the built-in model is not in this checkout")
-    return tiny_model(folder)
+    return tiny_model(resolve_model("builtin"))
 
 
 @pytest.mark.parametrize("text", PROMPTS)
@@ -33,15 +30,13 @@ def test_greedy_text_equals_transformers(builtin, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PROMPTS)
-def test_bf16_logprobs_of_likely_tokens_stay_close(builtin, text: str) -> None:
+def test_bf16_strays_from_fp32_no_further_than_transformers(builtin, text: str) -> None:
     prompt = encode(builtin, text)
     token_ids = prompt + builtin.runner().generate(prompt, NUM_TOKENS).token_ids
-    expected = builtin.reference(torch.bfloat16).score(token_ids)
-    found = builtin.runner(torch.bfloat16).score(token_ids)
-    likely = expected.topk(5).indices
-    difference = (found.gather(1, likely) - expected.gather(1, likely)).abs().amax(-1)
-    # Two experts of nearly equal score may swap where bf16 rounds, there as here.
-    assert (difference <= 5e-2).float().mean() >= 0.95
+    exact = builtin.reference().score(token_ids)
+    ours = (builtin.runner(torch.bfloat16).score(token_ids) - exact).abs().mean()
+    theirs = (builtin.reference(torch.bfloat16).score(token_ids) - exact).abs().mean()
+    assert ours <= 1.1 * theirs
 
 
 def encode(builtin, text: str) -> list[int]:

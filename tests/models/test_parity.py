@@ -32,19 +32,24 @@ def test_greedy_tokens_equal_transformers(make_tiny, family: str, prompt_length:
     make_tiny(family).assert_same_greedy(prompt_length, NUM_TOKENS)
 
 
-# bf16 rounds hidden states enough to swap two experts of nearly equal score, in transformers as
-# here. With small weights that hardly shows; with larger ones a few tokens may differ more.
-@pytest.mark.parametrize(("initializer_range", "share_close"), [(0.02, 1.0), (0.05, 0.95)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_logprobs_stay_close_to_transformers(
-    make_tiny, family: str, initializer_range: float, share_close: float
-) -> None:
-    tiny = make_tiny(family, initializer_range=initializer_range)
+def test_bf16_logprobs_stay_close_to_transformers(make_tiny, family: str) -> None:
+    tiny = make_tiny(family, initializer_range=0.02)
     token_ids = tiny.prompt(NUM_TOKENS)
     found = tiny.runner(torch.bfloat16).score(token_ids)
-    expected = tiny.reference(torch.bfloat16).score(token_ids)
-    is_close = (found - expected).abs().amax(-1) <= 5e-2
-    assert is_close.float().mean() >= share_close
+    assert (found - tiny.reference(torch.bfloat16).score(token_ids)).abs().max() <= 5e-2
+
+
+# With larger weights bf16 rounds hidden states enough to swap experts of nearly equal score, in
+# transformers as here. What both are measured by then is fp32.
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_strays_from_fp32_no_further_than_transformers(make_tiny, family: str) -> None:
+    tiny = make_tiny(family, initializer_range=0.05)
+    token_ids = tiny.prompt(NUM_TOKENS)
+    exact = tiny.reference().score(token_ids)
+    ours = (tiny.runner(torch.bfloat16).score(token_ids) - exact).abs().mean()
+    theirs = (tiny.reference(torch.bfloat16).score(token_ids) - exact).abs().mean()
+    assert ours <= 1.1 * theirs
 
 
 @pytest.mark.parametrize("name", VARIANTS)
