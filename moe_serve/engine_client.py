@@ -88,9 +88,6 @@ class EngineClient:
             if not finished:
                 self._send(AbortRequests(request_ids=[request.request_id]))
 
-    async def abort(self, request_ids: list[str]) -> None:
-        self._send(AbortRequests(request_ids=request_ids))
-
     def give_up(self, error: EngineError) -> None:
         """Make every open `generate` raise `error`, which aborts its request."""
         for queue in self._queues.values():

@@ -100,3 +100,14 @@ def test_scheduling_and_the_api_run_without_torch() -> None:
         [sys.executable, "-c", code, *pure_modules()], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_offline_use_needs_no_library_of_the_server() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('fastapi', 'uvicorn', 'zmq', 'msgspec', 'pydantic', 'pydantic_settings',\n"
+        "             'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "import moe_serve.llm\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

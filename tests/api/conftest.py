@@ -114,9 +114,6 @@ class FakeEngine:
             if not is_finished:
                 self.aborted_ids.append(request.request_id)
 
-    async def abort(self, request_ids: list[str]) -> None:
-        self.aborted_ids.extend(request_ids)
-
     def _count_step(self) -> None:
         self.stats = EngineStats(
             num_running=len(self.open_ids),

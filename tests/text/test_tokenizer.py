@@ -103,3 +103,13 @@ def test_importing_the_text_side_does_not_import_torch() -> None:
                       "print('torch' in sys.modules, 'transformers' in sys.modules)"])  # fmt: skip
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+def test_reading_a_folder_does_not_import_torch(tiny_folder: Path) -> None:
+    code = (
+        "import pathlib, sys\n"
+        "from moe_serve.tokenizer import Tokenizer\n"
+        "Tokenizer.from_folder(pathlib.Path(sys.argv[1]))\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny_folder)], check=True)
