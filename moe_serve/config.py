@@ -14,6 +14,7 @@ from moe_serve.errors import ConfigError
 
 BUILTIN_MODEL = "builtin"
 CPU_KV_CACHE_BYTES = 256 * 2**20
+GPU_MEMORY_UTILIZATION = 0.9
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -54,7 +55,9 @@ class EngineConfig:
         2048, "tokens in one step; longer prompts go in chunks", aliases=("chunked_prefill_size",)
     )
     block_size: int = option(16, "tokens in one KV block")
-    gpu_memory_utilization: float = option(0.9, "share of GPU memory to use (CUDA)")
+    gpu_memory_utilization: float = option(
+        GPU_MEMORY_UTILIZATION, "share of GPU memory to use (CUDA only)"
+    )
     kv_cache_memory: str | None = option(None, "size of the KV pool, as 512MiB; CPU default 256MiB")
     num_kv_blocks: int | None = option(
         None, "number of KV blocks, instead of a size", aliases=("num_gpu_blocks_override",)
@@ -91,7 +94,9 @@ class ServeConfig(EngineConfig):
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 picks a free one")
-    served_model_name: str | None = option(None, "name in the API; default: the folder's name")
+    served_model_name: str | None = option(
+        None, "name in the API; default: the hub id or folder name"
+    )
     api_key: str | None = option(None, "clients must send it as a bearer token")
     chat_template: str | None = option(None, "file with a Jinja template, instead of the model's")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after a signal")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_serve.config import CPU_KV_CACHE_BYTES, EngineConfig
+from moe_serve.config import CPU_KV_CACHE_BYTES, GPU_MEMORY_UTILIZATION, EngineConfig
 from moe_serve.context import LayerKV
 from moe_serve.errors import ConfigError
 from moe_serve.models.spec import DecoderSpec
@@ -23,6 +23,11 @@ def pool_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device
 
     Raises `ConfigError` where not even one fits.
     """
+    if device.type != "cuda" and config.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
+        raise ConfigError(
+            f"--gpu-memory-utilization {config.gpu_memory_utilization} has no effect on "
+            f"{device.type}; size the KV pool with --kv-cache-memory"
+        )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     budget = config.kv_cache_bytes

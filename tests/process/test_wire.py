@@ -1,0 +1,96 @@
+"""Messages arrive as they were sent, and the banner and the socket say what is so."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from moe_serve import listen, wire
+from moe_serve.banner import banner
+from moe_serve.errors import ConfigError
+from moe_serve.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineOutputs,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    RequestUpdate,
+    Shutdown,
+    ToEngine,
+    TokenLogprobs,
+)
+from moe_serve.sampling_params import SamplingParams
+
+READY = EngineReady(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=4096,
+    max_model_len=1024,
+    block_size=16,
+    num_kv_blocks=5461,
+    kv_cache_bytes=268_419_072,
+    num_parameters=9_334_784,
+    num_active_parameters=3_141_632,
+    dtype="bfloat16",
+    device="cpu",
+    num_threads=2,
+    load_seconds=1.25,
+)
+LOGPROBS = TokenLogprobs(
+    token_id=5, logprob=-0.25, rank=2, top_token_ids=[7, 5], top_logprobs=[-0.125, -0.25]
+)
+MESSAGES: list[ToEngine | FromEngine] = [
+    AddRequest(
+        request_id="a",
+        prompt_token_ids=[0, 1, 2**31],
+        sampling=SamplingParams(
+            stop=("x", "é"), logit_bias={3: -1.5}, seed=2**63 - 1, temperature=0, max_tokens=None
+        ),
+        priority=-3,
+        arrival_time=1.5,
+    ),
+    AbortRequests(request_ids=["a", "b"]),
+    Shutdown(),
+    READY,
+    EngineFailed(message="why", is_config=True),
+    EngineOutputs(
+        updates=[
+            RequestUpdate(
+                request_id="a",
+                token_ids=[5],
+                logprobs=[LOGPROBS],
+                prompt_logprobs=[None, LOGPROBS],
+                finish_reason="stop",
+                stop_reason=5,
+            )
+        ],
+        stats=EngineStats(num_running=1, kv_cache_usage=0.5),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: ToEngine | FromEngine) -> None:
+    assert wire.decode(wire.encode(message)) == message
+
+
+def test_the_banner_tells_what_was_loaded() -> None:
+    text = banner("0.1.0", "stories-moe", READY, "http://127.0.0.1:8000")
+    for part in ("stories-moe", "9.3 M", "3.1 M active", "cpu, bfloat16, 2 threads", "87,376",
+                 "256 MiB", "1,024", "curl http://127.0.0.1:8000/v1/completions"):  # fmt: skip
+        assert part in text
+
+
+def test_a_socket_knows_where_it_is_reached() -> None:
+    with listen.bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        assert listen.url(sock) == f"http://127.0.0.1:{port}"
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConfigError, match=f"--port {port}"):
+            listen.bind("127.0.0.1", port)
+    with listen.bind("0.0.0.0", 0) as sock:
+        assert listen.url(sock).startswith("http://localhost:")
+    with pytest.raises(ConfigError, match="--host 'no.such.host.invalid'"):
+        listen.bind("no.such.host.invalid", 0)
