@@ -10,12 +10,11 @@ import signal
 import socket
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from moe_serve import __version__, listen
-from moe_serve.api.app import create_app
-from moe_serve.api.state import ApiState
 from moe_serve.banner import banner
 from moe_serve.config import BUILTIN_MODEL, ServeConfig
 from moe_serve.engine_client import EngineClient
@@ -23,6 +22,9 @@ from moe_serve.errors import ConfigError, DrainingError
 from moe_serve.logs import set_up
 from moe_serve.model_path import resolve_model
 from moe_serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moe_serve.api.state import ApiState
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,9 @@ def run(config: ServeConfig) -> int:
     sock = listen.bind(config.host, config.port)
     with contextlib.closing(sock):
         folder = resolve_model(config.model, config.revision)
-        template = None if config.chat_template is None else Path(config.chat_template)
-        tokenizer = Tokenizer.from_folder(folder, template)
         name = config.served_model_name or model_name(config.model, folder)
         config = dataclasses.replace(config, model=str(folder), revision=None)
-        return asyncio.run(_Server(config, sock, tokenizer, name).run())
+        return asyncio.run(_Server(config, sock, name).run())
 
 
 def model_name(model: str, folder: Path) -> str:
@@ -64,21 +64,11 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Server:
-    def __init__(
-        self, config: ServeConfig, sock: socket.socket, tokenizer: Tokenizer, name: str
-    ) -> None:
+    def __init__(self, config: ServeConfig, sock: socket.socket, name: str) -> None:
         self.config = config
         self.sock = sock
         self.name = name
         self.engine = EngineClient(config.engine, config.log_level)
-        app = create_app(config, self.engine, tokenizer, [name])
-        self.api: ApiState = app.state.api
-        self.http = _HttpServer(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", ws="none",
-                timeout_graceful_shutdown=2, server_header=False,
-            )
-        )  # fmt: skip
         self.signalled = asyncio.Event()
         self.hurried = asyncio.Event()
 
@@ -86,14 +76,37 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        # First, since it takes longest: the HTTP side is put together meanwhile.
         self.engine.start()
-        http = asyncio.create_task(self.http.serve(sockets=[self.sock]))
         try:
-            return await self._until_end()
+            http = _HttpServer(self._http_config())
+            serving = asyncio.create_task(http.serve(sockets=[self.sock]))
+            try:
+                return await self._until_end()
+            finally:
+                http.should_exit = True
+                await serving
         finally:
-            self.http.should_exit = True
-            await http
             await self.engine.stop()
+
+    def _http_config(self) -> uvicorn.Config:
+        from moe_serve.api.app import create_app
+
+        template = self.config.chat_template
+        tokenizer = Tokenizer.from_folder(
+            Path(self.config.model), None if template is None else Path(template)
+        )
+        app = create_app(self.config, self.engine, tokenizer, [self.name])
+        self.api: ApiState = app.state.api
+        return uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=2,
+            server_header=False,
+        )
 
     async def _until_end(self) -> int:
         await _first_of(self.engine.changed.wait(), self.signalled.wait())
