@@ -58,6 +58,8 @@ async def encode_prompts(
         if isinstance(raw, str):
             check_length_of_text(state, len(raw), param="prompt")
             token_ids = await encode_text(state.tokenizer, raw, add_special_tokens)
+            # A tokenizer may know more tokens than the model.
+            check_token_ids("prompt", token_ids, state.info.vocab_size)
         else:
             check_fits(len(raw), limit, param="prompt")
             check_ids("prompt", raw, state.info.vocab_size)

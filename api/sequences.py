@@ -18,7 +18,7 @@ from moe_serve.api.sampling import fit
 from moe_serve.api.schemas.common import PromptTokensDetails, Usage
 from moe_serve.api.state import ApiState
 from moe_serve.choices import fan_out
-from moe_serve.errors import EngineError
+from moe_serve.errors import EngineError, RequestError, RequestFailedError
 from moe_serve.messages import AddRequest
 from moe_serve.output import OutputAssembler, OutputDelta, SequenceOutput
 from moe_serve.sampling_params import SamplingParams
@@ -108,7 +108,9 @@ async def _follow_one(state: ApiState, sequence: RunningSequence) -> AsyncGenera
 
 def _check(delta: OutputDelta) -> None:
     if delta.finish_reason == "error":
-        raise EngineError(delta.error or "the engine failed on this request")
+        if delta.is_client_fault:
+            raise RequestError(delta.error or "the engine refused this request")
+        raise RequestFailedError(delta.error or "the engine failed on this request")
     if delta.finish_reason == "abort":
         raise EngineError("the server ended this request before it was complete")
 

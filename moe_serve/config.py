@@ -113,8 +113,9 @@ class ServeConfig(EngineConfig):
             raise ConfigError(f"--port {self.port} must be between 0 and 65535")
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(f"--metrics-prefix {self.metrics_prefix!r} is not a metric name")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout} must not be negative")
+        # Not `< 0`: NaN fails every comparison.
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout} must be 0 or more")
         _check_at_least(self, 1, "max_queue_len", "max_choices")
         parse_bytes("max_body_bytes", self.max_body_bytes)
 

@@ -52,8 +52,8 @@ class Engine:
         updates: list[RequestUpdate] = []
         if plan is not None:
             outcome = self.runner.run(plan)
-            for request_id, reason in outcome.failures.items():
-                updates.append(self.scheduler.fail(request_id, reason))
+            for request_id, error in outcome.failures.items():
+                updates.append(self.scheduler.fail(request_id, str(error)))
             updates += self.scheduler.update(plan, outcome.results)
         return EngineOutputs(updates=updates, stats=self.stats)
 
@@ -64,6 +64,7 @@ class Engine:
             token_ids=[],
             finish_reason="error",
             error=error.message,
+            is_client_fault=True,
             scheduled_time=time.time(),
         )
         return EngineOutputs(updates=[update], stats=self.stats)

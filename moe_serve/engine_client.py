@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import signal
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -50,11 +51,12 @@ class EngineClient:
         self._config = config
         self._log_level = log_level
         self._queues: dict[str, asyncio.Queue[RequestUpdate | EngineError]] = {}
+        self._given_up: EngineError | None = None
         self._is_stopping = False
 
     def start(self) -> None:
         """Start the process and return at once; `changed` is set when `status` changes."""
-        self._folder = tempfile.TemporaryDirectory(prefix="moe-serve-")
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-serve-", dir=_short_folder())
         address = f"ipc://{Path(self._folder.name) / 'engine'}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -63,8 +65,11 @@ class EngineClient:
         self._process = multiprocessing.get_context("spawn").Process(
             target=_run_engine, args=(self._config, address, self._log_level), name="engine"
         )
-        self._process.start()
+        with _signals_ignored():
+            self._process.start()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestUpdate, None]:
         """Updates of one request until it finished. Closed early, it aborts the request.
@@ -89,7 +94,8 @@ class EngineClient:
                 self._send(AbortRequests(request_ids=[request.request_id]))
 
     def give_up(self, error: EngineError) -> None:
-        """Make every open `generate` raise `error`, which aborts its request."""
+        """Make every `generate`, open or yet to come, raise `error`, which aborts its request."""
+        self._given_up = error
         for queue in self._queues.values():
             queue.put_nowait(error)
 
@@ -112,8 +118,8 @@ class EngineClient:
         self._folder.cleanup()
 
     def _check_ready(self) -> None:
-        if self.status == "dead":
-            raise EngineDeadError(f"the engine ended: {self.failure}")
+        if self._given_up is not None:
+            raise self._given_up
         if self.status == "starting":
             raise EngineError("the model is still loading")
 
@@ -160,13 +166,40 @@ class EngineClient:
         if self.status == "dead":
             return
         self.status, self.failure = "dead", why
-        logger.error("the engine ended: %s", why)
+        if not self.failed_by_config:
+            logger.error("the engine ended: %s", why)
         self.give_up(EngineDeadError(f"the engine ended: {why}"))
         self.changed.set()
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A fault of ours in a background task must not look like a silent engine."""
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("reading from the engine failed", exc_info=task.exception())
+            self._die(f"reading from it failed: {task.exception()!r}")
 
     async def _joined(self, seconds: float) -> bool:
         await asyncio.to_thread(self._process.join, seconds)
         return not self._process.is_alive()
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """A child started in here ignores them from its first instruction on.
+
+    The terminal sends Ctrl-C to the whole group; this process alone decides what it means.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _short_folder() -> str | None:
+    """Where temporary folders go, unless a socket's path there would exceed the system's 107."""
+    return "/tmp" if len(tempfile.gettempdir()) > 70 else None
 
 
 def _run_engine(config: EngineConfig, address: str, log_level: str) -> None:

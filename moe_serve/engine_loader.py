@@ -11,7 +11,7 @@ from moe_serve.block_manager import BlockManager
 from moe_serve.config import EngineConfig
 from moe_serve.context import LayerKV
 from moe_serve.engine import Engine
-from moe_serve.errors import ConfigError
+from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.kv_pool import block_bytes, make_pool, pool_blocks
 from moe_serve.loader import load_model, pick_dtype
@@ -19,7 +19,7 @@ from moe_serve.messages import AddRequest, EngineReady
 from moe_serve.model_folder import ModelFolder, open_model_folder
 from moe_serve.model_runner import ModelRunner
 from moe_serve.models.decoder import Decoder
-from moe_serve.models.spec import DecoderSpec, MoESpec
+from moe_serve.models.spec import DecoderSpec
 from moe_serve.parallel.cpu import available_cores
 from moe_serve.sampler import Sampler
 from moe_serve.sampling_params import SamplingParams
@@ -75,7 +75,15 @@ def check_max_model_len(config: EngineConfig, max_position: int) -> None:
 
 
 def fitting_model_len(wanted: int, num_kv_tokens: int) -> int:
-    """The context that is promised: a request of that length must fit the pool alone."""
+    """The context that is promised: a request of that length must fit the pool alone.
+
+    Raises `ConfigError` where not even one token in and one out would.
+    """
+    if min(wanted, num_kv_tokens) < 2:
+        raise ConfigError(
+            f"a context of {min(wanted, num_kv_tokens)} tokens leaves no room for a prompt and its "
+            "answer; raise --max-model-len, or --kv-cache-memory"
+        )
     if wanted <= num_kv_tokens:
         return wanted
     logger.warning(
@@ -90,7 +98,7 @@ def fitting_model_len(wanted: int, num_kv_tokens: int) -> int:
 def make_runner(
     model: Decoder, pool: list[LayerKV], eos_token_ids: frozenset[int], device: torch.device
 ) -> ModelRunner:
-    moe_layers = [layer.mlp for layer in model.spec.layers if isinstance(layer.mlp, MoESpec)]
+    moe_layers = model.spec.moe_layers
     num_experts = max((mlp.num_experts for mlp in moe_layers), default=0)
     load = ExpertLoad(len(moe_layers), num_experts, device)
     return ModelRunner(model, pool, Sampler(model.spec.vocab_size, eos_token_ids), load, device)
@@ -110,9 +118,16 @@ def warm_up(runner: ModelRunner, num_blocks: int, block_size: int, max_model_len
     )
     prompt = [0] * max(1, min(max_model_len - 2, 300))
     sampling = SamplingParams(max_tokens=2, temperature=0)
-    scheduler.add(AddRequest(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling))
+    prompt_id = "warm-up"
+    scheduler.add(AddRequest(request_id=prompt_id, prompt_token_ids=prompt, sampling=sampling))
     while (plan := scheduler.schedule()) is not None:
-        scheduler.update(plan, runner.run(plan).results)
+        outcome = runner.run(plan)
+        if outcome.failures:
+            raise CheckpointError(
+                f"the first tokens already fail ({outcome.failures[prompt_id]}): the weights are "
+                "damaged, or too large for this --dtype"
+            )
+        scheduler.update(plan, outcome.results)
     runner.load.counts_LE.zero_()
     for kv in runner.pool:
         blocks = -(-len(prompt) // block_size) + 1

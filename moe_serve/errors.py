@@ -11,7 +11,8 @@
     │   └── QueueFullError        429, with Retry-After
     ├── LogitsError           one request's logits choose no token: that request ends, others go on
     └── EngineError           the engine cannot serve now: 503
-        ├── EngineDeadError       its process ended or no longer answers
+        ├── EngineDeadError       its process ended
+        ├── RequestFailedError    this request alone went wrong, through no fault of its own: 500
         └── DrainingError         the server is shutting down
 
 `assert` is for our own bugs only.
@@ -95,6 +96,12 @@ class EngineError(MoeServeError):
 
 class EngineDeadError(EngineError):
     code = "engine_dead"
+
+
+class RequestFailedError(EngineError):
+    status = 500
+    type = "server_error"
+    code = "request_failed"
 
 
 class DrainingError(EngineError):

@@ -53,11 +53,20 @@ def _free_gpu_bytes(utilization: float, device: torch.device) -> int:
 def make_pool(
     spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerKV]:
-    """Zeroed tensors [blocks, block_size, kv heads, head_dim] for every layer."""
+    """Zeroed tensors [blocks, block_size, kv heads, head_dim] for every layer.
+
+    Raises `ConfigError` if the memory is not there.
+    """
 
     def tensor(num_heads: int, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, num_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"the KV pool of {num_blocks} blocks does not fit into memory; lower "
+                "--kv-cache-memory or --num-kv-blocks"
+            ) from error
 
     pool = []
     for layer in spec.layers:

@@ -74,7 +74,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and the KV pool; the object is of no use afterwards."""
-        del self.engine
+        self.__dict__.pop("engine", None)
 
     def __enter__(self) -> LLM:
         return self

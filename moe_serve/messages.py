@@ -63,7 +63,8 @@ class RequestUpdate:
     - `logprobs`: one entry per new token, when asked for.
     - `prompt_logprobs`: sent once, with or before the first token; entry 0 is None.
     - `stop_reason`: the token id that ended it, if it was one.
-    - `error`: for finish_reason "error", what to tell the client.
+    - `error`: for finish_reason "error", what to tell the client; `is_client_fault`: the request
+      itself cannot be served, rather than something having failed here.
     - `num_cached_tokens`: prompt tokens that came from the prefix cache.
     - times are `time.time()` seconds; 0.0 while unknown.
     """
@@ -75,6 +76,7 @@ class RequestUpdate:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    is_client_fault: bool = False
     num_cached_tokens: int = 0
     scheduled_time: float = 0.0
     first_token_time: float = 0.0

@@ -17,6 +17,9 @@ from moe_serve.models.decoder import Decoder
 from moe_serve.sampler import Sampler, SamplingRow
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
 
+# Prompt positions whose logits exist at once.
+LOGIT_ROWS = 128
+
 # Shapes: T tokens of the step, D model, S sampled rows, V vocabulary.
 
 
@@ -25,7 +28,7 @@ class StepResult:
     """One entry per chunk; `failures`: request id -> why that request alone cannot go on."""
 
     results: list[ChunkResult]
-    failures: dict[str, str]
+    failures: dict[str, LogitsError]
 
 
 class ModelRunner:
@@ -50,20 +53,19 @@ class ModelRunner:
         hidden_TD = self.model(batch.token_ids_T, batch.context, self.pool, self.load)
         starts = batch.context.query_starts
         sampled = self._sample(plan, hidden_TD, starts)
-        failures = {
-            plan.chunks[row].request.request_id: str(outcome)
-            for row, outcome in sampled.items()
-            if isinstance(outcome, LogitsError)
-        }
+        failures: dict[str, LogitsError] = {}
         results = []
         for row, chunk in enumerate(plan.chunks):
+            entries: list[TokenLogprobs] | None = None
             token = sampled.get(row)
-            results.append(
-                ChunkResult(
-                    sampled=token if isinstance(token, SampledToken) else None,
-                    prompt_logprobs=self._prompt_logprobs(chunk, hidden_TD[starts[row] :]),
-                )
-            )
+            try:
+                entries = self._prompt_logprobs(chunk, hidden_TD[starts[row] :])
+                if isinstance(token, LogitsError):
+                    raise token
+            except LogitsError as error:
+                failures[chunk.request.request_id] = error
+                token = None
+            results.append(ChunkResult(sampled=token, prompt_logprobs=entries))
         return StepResult(results=results, failures=failures)
 
     def _sample(
@@ -97,6 +99,10 @@ class ModelRunner:
             return None
         prompt = chunk.request.prompt_token_ids
         targets = prompt[chunk.start + 1 : chunk.stop + 1]
-        if not targets:
-            return []
-        return prompt_logprobs(self.model.logits(hidden_TD[: len(targets)]), targets, num_top)
+        entries: list[TokenLogprobs] = []
+        # In blocks: the logits of a whole chunk over a large vocabulary would take gigabytes.
+        for start in range(0, len(targets), LOGIT_ROWS):
+            some = targets[start : start + LOGIT_ROWS]
+            logits_TV = self.model.logits(hidden_TD[start : start + len(some)])
+            entries += prompt_logprobs(logits_TV, some, num_top)
+        return entries

@@ -52,7 +52,8 @@ class OutputDelta:
     - `prompt_logprobs` comes once; entry 0 is None.
     - `stop_reason`: the stop string, or the id of the stop token, that ended it.
     - `needs_abort`: a stop string matched, which the engine cannot know: abort the request there.
-    - `error`: for finish_reason "error", what to tell the client.
+    - `error`: for finish_reason "error", what to tell the client; `is_client_fault`: the request
+      itself is why.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class OutputDelta:
     stop_reason: str | int | None = None
     needs_abort: bool = False
     error: str | None = None
+    is_client_fault: bool = False
     num_cached_tokens: int = 0
 
 
@@ -118,6 +120,7 @@ class OutputAssembler:
             stop_reason=matched if matched is not None else update.stop_reason,
             needs_abort=matched is not None and update.finish_reason is None,
             error=None if matched is not None else update.error,
+            is_client_fault=update.is_client_fault,
             num_cached_tokens=update.num_cached_tokens,
         )
 

@@ -13,6 +13,8 @@ GREEDY_BELOW = 1e-5
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASED_TOKENS = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -32,6 +34,7 @@ class SamplingParams:
       token alone). They are those of the model itself: before penalties, bias, temperature and
       filters, hence always finite.
     - `logit_bias`: token id -> value in [-100, 100], added before sampling.
+    - At most 16 stop strings of 1024 characters, 256 stop ids and 1024 biased tokens.
     """
 
     n: int = 1
@@ -58,7 +61,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         self._check_ranges()
         self._check_counts()
         self._check_stop()
@@ -89,11 +92,9 @@ class SamplingParams:
             raise _bad("seed", self.seed, f"must be between {-MAX_SEED} and {MAX_SEED}")
 
     def _check_stop(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
-                param="stop",
-            )
+        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _at_most("logit_bias", len(self.logit_bias), MAX_BIASED_TOKENS)
         for text in self.stop:
             if not text:
                 raise RequestError("stop holds an empty string, which any text contains; remove it",
@@ -136,6 +137,11 @@ def _in_range(name: str, value: float, low: float, high: float, where: str = "")
     # Written so that NaN, which fails every comparison, is refused too.
     if not (math.isfinite(value) and low <= value <= high):
         raise _bad(name, value, f"must be a finite number between {low} and {high}{where}")
+
+
+def _at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{name} has {count} entries; at most {limit} are allowed", param=name)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUILTIN_NAME = "stories-moe"
-EXIT_ENGINE_DIED = 1
+EXIT_FAULT = 1
 # After the engine's death, time for open streams to pass on their error event.
 FLUSH_SECONDS = 1.0
 
@@ -53,7 +53,7 @@ def model_name(model: str, folder: Path) -> str:
     """The name in the API: a hub id as it is, a folder's last part."""
     if model == BUILTIN_MODEL:
         return BUILTIN_NAME
-    return folder.resolve().name if Path(model).exists() else model
+    return folder.resolve().name if Path(model).expanduser().exists() else model
 
 
 class _HttpServer(uvicorn.Server):
@@ -80,12 +80,13 @@ class _Server:
         self.engine.start()
         try:
             http = _HttpServer(self._http_config())
-            serving = asyncio.create_task(http.serve(sockets=[self.sock]))
+            self.serving = asyncio.create_task(http.serve(sockets=[self.sock]))
+            self.serving.add_done_callback(lambda _: self.signalled.set())
             try:
                 return await self._until_end()
             finally:
                 http.should_exit = True
-                await serving
+                await self.serving
         finally:
             await self.engine.stop()
 
@@ -94,7 +95,7 @@ class _Server:
 
         template = self.config.chat_template
         tokenizer = Tokenizer.from_folder(
-            Path(self.config.model), None if template is None else Path(template)
+            Path(self.config.model), None if template is None else Path(template).expanduser()
         )
         app = create_app(self.config, self.engine, tokenizer, [self.name])
         self.api: ApiState = app.state.api
@@ -117,15 +118,18 @@ class _Server:
             await _first_of(self.engine.changed.wait(), self.signalled.wait())
         if self.engine.status == "dead":
             return await self._after_death()
+        if self.serving.done():
+            logger.error("the HTTP server ended by itself")
+            return EXIT_FAULT
         await self._drain()
-        return 0
+        return EXIT_FAULT if self.api.health == "dead" else 0
 
     async def _after_death(self) -> int:
         if self.engine.failed_by_config:
             raise ConfigError(self.engine.failure)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.api.wait_drained(), FLUSH_SECONDS)
-        return EXIT_ENGINE_DIED
+        return EXIT_FAULT
 
     async def _drain(self) -> None:
         """Refuse new requests, let open ones end; past the deadline they end with an error."""

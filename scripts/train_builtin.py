@@ -232,6 +232,9 @@ instructions.
 - Validation (two whole books and the last 1.5 % of each other book, {valid_mb:.2f} MB):
   **{nats_per_byte:.4f} nats per byte** ({bits_per_byte:.4f} bits), perplexity {perplexity:.2f} per
   token of {bytes_per_token:.2f} bytes.
+- The balance loss is transformers' own, taken over the gate logits of all layers together. It evens
+  out an expert's number over the layers, not the experts of one layer: single layers are skewed,
+  and a few experts are hardly used. That makes it a fair example for looking at imbalance.
 - The chat template joins the messages with empty lines; the model goes on from there.
 
 ## Expert load on the validation text

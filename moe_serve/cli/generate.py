@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_serve import logs, settings
 from moe_serve.config import EngineConfig, ServeConfig, option
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from moe_serve.sampling_params import SamplingParams
@@ -63,6 +63,9 @@ def run(argv: Sequence[str], *, prog: str) -> int:
 
     with LLM(**config.engine_options()) as llm:
         results = llm.generate(prompts, params)
+    for output in (result.outputs[0] for result in results):
+        if output.finish_reason == "error":
+            raise EngineError(output.error)
     texts = [
         prompt + result.outputs[0].text for prompt, result in zip(prompts, results, strict=True)
     ]

@@ -110,7 +110,7 @@ def test_an_engine_that_ends_one_request_tells_its_client(serve: Any) -> None:
             yield dataclasses.replace(update, finish_reason="error", error="logits are not finite")
 
     server.engine._updates = failing
-    assert "logits" in server.error_of(server.complete(prompt="a"), 503)["message"]
+    assert "logits" in server.error_of(server.complete(prompt="a"), 500)["message"]
     server.engine._updates = updates
     server.check_serves()
 
