@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from moe_serve.api import chat, completions, health, metrics_route, models, tokenize
+from moe_serve.api import chat, completions, health, metrics_route, models, tokenization
 from moe_serve.api.auth import ApiKeyMiddleware
 from moe_serve.api.body_limit import BodyLimitMiddleware
 from moe_serve.api.engine import EngineClient
@@ -17,7 +17,7 @@ from moe_serve.config import ServeConfig, parse_bytes
 from moe_serve.errors import EngineError, RequestError
 from moe_serve.tokenizer import Tokenizer
 
-ROUTE_MODULES = (completions, chat, tokenize, models, health, metrics_route)
+ROUTE_MODULES = (completions, chat, tokenization, models, health, metrics_route)
 
 
 def create_app(

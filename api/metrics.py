@@ -113,6 +113,7 @@ class _EngineCollector(Collector):
         "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
         "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
         "num_preemptions": ("num_preemptions", "Sequences that lost their blocks."),
+        "num_recomputed_tokens": ("num_recomputed_tokens", "Tokens computed again after that."),
     }
 
     def __init__(self, engine: EngineClient, prefix: str, labels: tuple[str, str]) -> None:

@@ -80,6 +80,10 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
 
+    def engine_options(self) -> dict[str, Any]:
+        """The engine's options by name, without what a subclass adds."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)}
+
     @property
     def kv_cache_bytes(self) -> int | None:
         """The pool's size where the user gave one."""
@@ -121,8 +125,7 @@ class ServeConfig(EngineConfig):
 
     @property
     def engine(self) -> EngineConfig:
-        names = [field.name for field in dataclasses.fields(EngineConfig)]
-        return EngineConfig(**{name: getattr(self, name) for name in names})
+        return EngineConfig(**self.engine_options())
 
 
 def _check_at_least(config: EngineConfig, low: int, *names: str) -> None:

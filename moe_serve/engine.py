@@ -53,7 +53,7 @@ class Engine:
         if plan is not None:
             outcome = self.runner.run(plan)
             for request_id, error in outcome.failures.items():
-                updates.append(self.scheduler.fail(request_id, str(error)))
+                updates.append(self.scheduler.fail(request_id, error))
             updates += self.scheduler.update(plan, outcome.results)
         return EngineOutputs(updates=updates, stats=self.stats)
 

@@ -10,6 +10,7 @@
     │   ├── BodyTooLargeError     413
     │   └── QueueFullError        429, with Retry-After
     ├── LogitsError           one request's logits choose no token: that request ends, others go on
+    │   └── NoTokenLeftError      its own bias and masks are why
     └── EngineError           the engine cannot serve now: 503
         ├── EngineDeadError       its process ended
         ├── RequestFailedError    this request alone went wrong, through no fault of its own: 500
@@ -84,6 +85,12 @@ class QueueFullError(RequestError):
 
 class LogitsError(MoeServeError):
     """The logits of one request choose no token. Ends that request alone, as "error"."""
+
+    is_client_fault = False
+
+
+class NoTokenLeftError(LogitsError):
+    is_client_fault = True
 
 
 class EngineError(MoeServeError):

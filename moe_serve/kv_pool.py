@@ -12,10 +12,7 @@ from moe_serve.models.spec import DecoderSpec
 
 def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers: keys and values of `block_size` tokens."""
-    per_token = sum(
-        2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers
-    )
-    return per_token * block_size * dtype.itemsize
+    return spec.kv_bytes_per_token(dtype.itemsize) * block_size
 
 
 def pool_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:

@@ -27,7 +27,6 @@ def prompt_logprobs(
     logits_TV: torch.Tensor,
     next_token_ids: list[int],
     num_top: int,
-    num_valid_tokens: int | None = None,
 ) -> list[TokenLogprobs]:
     """What the logits at T positions of one request say about the token that follows each.
 
@@ -40,27 +39,25 @@ def prompt_logprobs(
     if not bool(is_good_T.all()):
         position = int((~is_good_T).nonzero()[0])
         raise LogitsError(f"the model gave logits that are not finite at prompt row {position}")
-    return token_logprobs(logits_TV, next_token_ids, num_top, num_valid_tokens)
+    return token_logprobs(logits_TV, next_token_ids, num_top)
 
 
 def token_logprobs(
     logits_TV: torch.Tensor,
     token_ids: list[int],
     num_top: int,
-    num_valid_tokens: int | None = None,
 ) -> list[TokenLogprobs]:
     """One entry per row; `token_ids[t]` is the token chosen at row t.
 
     Normalised over all V logits, in fp32; `num_top` (at most V) alternatives, best first, equal
-    ones by lower id; `rank` is the chosen token's place in that same order. Ids from
-    `num_valid_tokens` on are padding: they count in the normalisation, not as alternatives.
-    Finite for finite logits; a logit of minus infinity reports the lowest fp32 number.
+    ones by lower id; `rank` is the chosen token's place in that same order. Finite for finite
+    logits; a logit of minus infinity reports the lowest fp32 number.
     """
     assert logits_TV.shape[0] == len(token_ids)
     num_rows = max(1, _MAX_BLOCK_ELEMENTS // logits_TV.shape[1])
     chosen_T1 = torch.tensor(token_ids, dtype=torch.int64, device=logits_TV.device).unsqueeze(-1)
     blocks = [
-        _block_logprobs(logits_RV.float(), chosen_R1, num_top, num_valid_tokens)
+        _block_logprobs(logits_RV.float(), chosen_R1, num_top)
         for logits_RV, chosen_R1 in zip(
             torch.split(logits_TV, num_rows), torch.split(chosen_T1, num_rows), strict=True
         )
@@ -78,15 +75,12 @@ def token_logprobs(
     ]
 
 
-def _block_logprobs(
-    logits_RV: torch.Tensor, chosen_R1: torch.Tensor, num_top: int, num_valid_tokens: int | None
-) -> _Block:
+def _block_logprobs(logits_RV: torch.Tensor, chosen_R1: torch.Tensor, num_top: int) -> _Block:
     max_R1 = logits_RV.amax(dim=-1, keepdim=True)
     log_total_R1 = log_normalizer(logits_RV, max_R1)
     keys_RV = rank_keys(logits_RV)
-    valid_keys_RN = keys_RV[:, :num_valid_tokens]
-    rank_R = 1 + (valid_keys_RN > keys_RV.gather(-1, chosen_R1)).sum(dim=-1)
-    top_ids_Rk = valid_keys_RN.topk(min(num_top, valid_keys_RN.shape[-1]), dim=-1).indices
+    rank_R = 1 + (keys_RV > keys_RV.gather(-1, chosen_R1)).sum(dim=-1)
+    top_ids_Rk = keys_RV.topk(min(num_top, keys_RV.shape[-1]), dim=-1).indices
 
     def logprobs_of(ids_Rn: torch.Tensor) -> torch.Tensor:
         values_Rn = (logits_RV.gather(-1, ids_Rn) - max_R1).double() - log_total_R1

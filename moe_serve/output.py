@@ -96,10 +96,6 @@ class OutputAssembler:
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, include_in_output=params.include_stop_str_in_output)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
     def feed(self, update: RequestUpdate) -> OutputDelta:
         """The news in this update; nothing once the sequence has finished."""
         if self.is_finished:
@@ -202,10 +198,6 @@ class SequenceOutput:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
 
     def add(self, delta: OutputDelta) -> None:
         self._parts.append(delta.text)

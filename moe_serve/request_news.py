@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_serve.errors import LogitsError
 from moe_serve.messages import FinishReason, RequestUpdate, TokenLogprobs
 from moe_serve.request import Request
 from moe_serve.step import Chunk, SampledToken
@@ -35,7 +36,7 @@ def make_update(
     prompt_logprobs: list[TokenLogprobs | None] | None = None,
     finish_reason: FinishReason | None = None,
     stop_reason: int | None = None,
-    error: str | None = None,
+    error: LogitsError | None = None,
 ) -> RequestUpdate:
     logprobs = sampled.logprobs if sampled is not None else None
     return RequestUpdate(
@@ -45,7 +46,8 @@ def make_update(
         prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        error=error,
+        error=None if error is None else str(error),
+        is_client_fault=error is not None and error.is_client_fault,
         num_cached_tokens=request.num_cached_tokens,
         scheduled_time=request.scheduled_time,
         first_token_time=request.first_token_time,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_serve.errors import LogitsError
+from moe_serve.errors import LogitsError, NoTokenLeftError
 from moe_serve.kernels.sampling import fixed_point_weights, keep_min_p, keep_top, pick
 from moe_serve.logit_edits import SamplingRow, edit_logits
 from moe_serve.logprobs import token_logprobs
@@ -30,20 +30,13 @@ def uniform(seed: int, index: int) -> float:
 class Sampler:
     """Chooses the next token of every row; each row's result is the same in any batch.
 
-    `vocab_size`: width of the logits. Ids from `num_valid_tokens` on (default: none) pad the
-    vocabulary and are never chosen.
+    `vocab_size`: width of the logits.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        num_valid_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        assert vocab_size > 0
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.num_valid_tokens = vocab_size if num_valid_tokens is None else num_valid_tokens
-        assert 0 < self.num_valid_tokens <= vocab_size
 
     def __call__(
         self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow]
@@ -58,9 +51,9 @@ class Sampler:
         if not rows:
             return []
         is_good = logits_SV.amax(dim=-1).isfinite().tolist()
-        edited_SN = self._edit(logits_SV, rows)
-        max_S, ids_S = edited_SN.max(dim=-1)
-        _sample(edited_SN, max_S, rows, ids_S)
+        edited_SV = self._edit(logits_SV, rows)
+        max_S, ids_S = edited_SV.max(dim=-1)
+        _sample(edited_SV, max_S, rows, ids_S)
         has_choice = max_S.isfinite().tolist()
         token_ids: list[int] = ids_S.tolist()
         logprobs = self._logprobs(logits_SV, rows, token_ids)
@@ -69,18 +62,20 @@ class Sampler:
             if not is_good[index]:
                 results.append(LogitsError("the model gave logits that are not finite"))
             elif not has_choice[index]:
-                results.append(LogitsError("no token is left to choose from"))
+                results.append(
+                    NoTokenLeftError("logit_bias and min_tokens leave no token to choose")
+                )
             else:
                 results.append(SampledToken(token_id=token_id, logprobs=logprobs.get(index)))
         return results
 
     def _edit(self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """fp32 logits [S, N] of the N valid tokens after bias, masks and penalties."""
-        logits_SN = logits_SV[:, : self.num_valid_tokens].float()
-        if any(row.edits_logits for row in rows):
-            logits_SN = logits_SN.clone()
-            edit_logits(logits_SN, rows, self.eos_token_ids)
-        return logits_SN
+        """fp32 logits after bias, masks and penalties."""
+        if not any(row.edits_logits for row in rows):
+            return logits_SV.float()
+        edited_SV = logits_SV.float().clone()
+        edit_logits(edited_SV, rows, self.eos_token_ids)
+        return edited_SV
 
     def _logprobs(
         self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow], token_ids: list[int]
@@ -98,7 +93,6 @@ class Sampler:
             _rows_of(logits_SV, who),
             [token_ids[index] for index in who],
             max(num_top.values()),
-            self.num_valid_tokens,
         )
         return {
             index: _shortened(entry, num_top[index])

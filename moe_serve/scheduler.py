@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from moe_serve.block_manager import BlockManager
-from moe_serve.errors import ContextLengthError, RequestError
+from moe_serve.errors import ContextLengthError, LogitsError, RequestError
 from moe_serve.messages import AddRequest, EngineStats, RequestUpdate
 from moe_serve.request import Request, RequestStatus
 from moe_serve.request_news import collect_prompt_logprobs, make_update
@@ -126,11 +126,11 @@ class Scheduler:
             self._remove(request)
         return [request.request_id for request in known]
 
-    def fail(self, request_id: str, message: str) -> RequestUpdate:
+    def fail(self, request_id: str, error: LogitsError) -> RequestUpdate:
         """End one unfinished request with an error and free its blocks now."""
         request = self._requests[request_id]
         self._remove(request)
-        return make_update(request, finish_reason="error", error=message)
+        return make_update(request, finish_reason="error", error=error)
 
     def _remove(self, request: Request) -> None:
         queue = self._running if request.status is RequestStatus.RUNNING else self._waiting

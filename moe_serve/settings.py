@@ -104,7 +104,11 @@ class _Reader:
         }
 
     def variables(self, other_types: Iterable[type[EngineConfig]]) -> dict[str, Given]:
-        present = {name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)}
+        present = {
+            name.upper()
+            for name, value in os.environ.items()
+            if name.upper().startswith(ENV_PREFIX) and not _is_service_link(name.upper(), value)
+        }
         own = [spelling.upper() for spelling in self._by_spelling]
         other_options = [o for type_ in other_types for o in options_of(type_).values()]
         others = [spelling.upper() for o in other_options for spelling in o.spellings]
@@ -115,7 +119,8 @@ class _Reader:
             raise ConfigError(f"{name} is set but names no option{advice}")
         values = self._named(EnvSettingsSource(self._model)())
         written = [(variable(s), s) for s in self._by_spelling if variable(s) in present]
-        return self._given(values, written)
+        names = {self._by_spelling[spelling].name for _, spelling in written}
+        return self._given({name: values[name] for name in names}, written)
 
     def file(self, path: str) -> dict[str, Given]:
         keys = _read_yaml(self._model, path)
@@ -154,6 +159,13 @@ class _Reader:
             kwargs["metavar"] = option.metavar
         kwargs["help"] = option.help_text.replace("%", "%%")
         parser.add_to_group(option.group, *names, **kwargs)
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Kubernetes and Docker tell a container of a service called moe-serve by such variables."""
+    bare = name.removeprefix(ENV_PREFIX)
+    of_service = re.fullmatch(r"SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP).*", bare)
+    return of_service is not None or (bare == "PORT" and "://" in value)
 
 
 def _settings_model(options: Mapping[str, Option]) -> type[BaseSettings]:

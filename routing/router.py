@@ -22,7 +22,6 @@ class RouterSpec:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    has_correction_bias: bool = False
 
 
 class Routing(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_serve import logs, settings
 from moe_serve.config import EngineConfig, ServeConfig, option
@@ -27,10 +27,6 @@ class GenerateConfig(EngineConfig):
     min_p: float = option(0.0, "drop tokens less likely than this share of the likeliest")
     seed: int | None = option(None, "the same seed gives the same text; default: random")
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
-
-    def engine_options(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(EngineConfig)]
-        return {name: getattr(self, name) for name in names}
 
     def sampling_params(self) -> SamplingParams:
         """Raises `RequestError` naming the field that is out of range."""

@@ -14,6 +14,7 @@ from moe_serve import logs
 from moe_serve.cli import main
 from moe_serve.config import ServeConfig
 from moe_serve.errors import CheckpointError, EngineDeadError
+from moe_serve.output import OutputDelta, SequenceOutput
 from moe_serve.sampling_params import SamplingParams
 
 
@@ -33,7 +34,13 @@ class FakeLLM:
 
     def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
         FakeLLM.calls.append((self.options, prompts, params))
-        output = types.SimpleNamespace(text="!")
+        output = SequenceOutput(request_id="0")
+        error = "broken" if "fail" in prompts else None
+        output.add(
+            OutputDelta(
+                request_id="0", text="!", finish_reason="error" if error else "stop", error=error
+            )
+        )
         return [types.SimpleNamespace(outputs=[output]) for _ in prompts]
 
 
@@ -199,3 +206,11 @@ def test_a_log_line_has_level_role_and_module_once(capsys: pytest.CaptureFixture
     finally:
         logger.handlers[:], level = before
         logger.setLevel(level)
+
+
+def test_generate_tells_of_a_sequence_that_failed(
+    fake_llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--prompt", "fail"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "broken" in err

@@ -281,3 +281,18 @@ def test_help_shows_every_option_grouped_with_its_default(
         if isinstance(field.default, int | float | str) and not isinstance(field.default, bool):
             assert f"[{field.default}]" in flat
     assert "reuse the KV blocks of equal prompt prefixes [on]" in flat
+
+
+def test_variables_of_a_service_link_are_not_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "MOE_SERVE_SERVICE_HOST": "10.0.0.7",
+        "MOE_SERVE_SERVICE_PORT": "80",
+        "MOE_SERVE_SERVICE_PORT_HTTP": "80",
+        "MOE_SERVE_PORT": "tcp://10.0.0.7:80",
+        "MOE_SERVE_PORT_80_TCP": "tcp://10.0.0.7:80",
+        "MOE_SERVE_PORT_80_TCP_ADDR": "10.0.0.7",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert serve().port == 8000
+    monkeypatch.setenv("MOE_SERVE_PORT", "9000")
+    assert serve().port == 9000

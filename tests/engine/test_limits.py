@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from moe_serve import LLM, SamplingParams
-from moe_serve.errors import ConfigError, ContextLengthError, RequestError
+from moe_serve.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -94,3 +96,61 @@ def test_a_prompt_may_be_evaluated_without_output(random_model: Path) -> None:
         assert cold.prompt_logprobs is not None and len(cold.prompt_logprobs) == 40
         assert cold.prompt_logprobs[0] is None
         assert warm.prompt_logprobs == cold.prompt_logprobs
+
+
+def test_bad_logits_end_one_request_alone(random_model: Path) -> None:
+    with LLM(str(random_model), num_threads=1, enable_prefix_caching=False) as llm:
+        known = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+        llm.engine.runner.model.embedding.weight_VD[120] = float("nan")
+        scoring = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
+        for params in (GREEDY, scoring):
+            good, bad = llm.generate([[1, 2, 3], [5, 120, 6]], [GREEDY, params])
+            assert bad.outputs[0].finish_reason == "error"
+            assert "not finite" in str(bad.outputs[0].error)
+            assert good.outputs[0].token_ids == known
+        assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == known
+        llm.engine.scheduler.check_integrity()
+
+
+def test_a_request_that_masks_every_token_is_told_so(random_model: Path) -> None:
+    bias = dict.fromkeys(range(320), -100.0)
+    with LLM(str(random_model), num_threads=1) as llm:
+        result = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=2, logit_bias=bias))
+        # A bias of -100 shifts all tokens alike: it forbids none.
+        assert result[0].outputs[0].finish_reason == "length"
+        for field, limit in (("stop_token_ids", 256), ("logit_bias", 1024)):
+            many = range(limit + 1)
+            value = tuple(many) if field == "stop_token_ids" else dict.fromkeys(many, 1.0)
+            with pytest.raises(RequestError, match=f"{field} has {limit + 1}.*{limit}"):
+                SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 1}, "leaves no room"),
+        ({"num_kv_blocks": 1, "block_size": 1}, "leaves no room"),
+        ({"num_kv_blocks": 10**12}, "does not fit into memory"),
+    ],
+)
+def test_sizes_that_can_serve_nothing_are_refused(
+    random_model: Path, options: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(random_model), **options)
+
+
+def test_weights_that_overflow_are_refused_at_start(random_model: Path, tmp_path: Path) -> None:
+    for file in random_model.iterdir():
+        shutil.copy(file, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("inf"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="--dtype"):
+        LLM(str(tmp_path))
+
+
+def test_closing_twice_is_no_mistake(random_model: Path) -> None:
+    with LLM(str(random_model), num_threads=1) as llm:
+        llm.close()
+    llm.close()

@@ -69,18 +69,6 @@ def test_each_row_gets_as_many_alternatives_as_it_asks_for(make_row):
     assert sizes == [None, 0, 1, 3, 17]
 
 
-def test_padding_counts_in_the_normalisation_but_is_not_listed(make_row):
-    logits = torch.tensor([[0.0, 1.0, 5.0, 5.0]])
-    sampler = Sampler(4, frozenset(), num_valid_tokens=2)
-    [result] = sampler(logits, [make_row(temperature=0, logprobs=4)])
-    assert result.logprobs.top_token_ids == [1, 0]
-    assert result.logprobs.rank == 1
-    expected = torch.log_softmax(logits[0], -1)[1]
-    assert result.logprobs.logprob == pytest.approx(float(expected), abs=1e-6)
-    [entry] = prompt_logprobs(logits, [3], 1, num_valid_tokens=2)
-    assert (entry.rank, entry.top_token_ids) == (1, [1])
-
-
 def test_a_token_the_model_rules_out_gets_a_finite_number():
     [entry] = prompt_logprobs(torch.tensor([[0.0, -torch.inf]]), [1], 2)
     assert entry.rank == 2 and entry.top_token_ids == [0, 1]

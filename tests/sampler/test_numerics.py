@@ -93,12 +93,3 @@ def test_ids_that_the_model_masks_itself_are_never_chosen(make_row):
     logits[:, [4, 9]] = 0.0
     rows = [make_row(seed=seed, top_k=seed % 5, temperature=2) for seed in range(100)]
     assert {r.token_id for r in Sampler(17, frozenset())(logits, rows)} == {4, 9}
-
-
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_p": 0.99}, {"top_k": 12}])
-def test_padding_is_never_chosen(make_row, fields):
-    logits = torch.zeros(100, 20)
-    logits[:, 17:] = 50.0
-    sampler = Sampler(20, frozenset(), num_valid_tokens=17)
-    results = sampler(logits, [make_row(seed=seed, **fields) for seed in range(100)])
-    assert all(result.token_id < 17 for result in results)

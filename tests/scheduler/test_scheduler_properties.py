@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from moe_serve.errors import LogitsError
 from moe_serve.sampling_params import SamplingParams
 
 
@@ -82,7 +83,7 @@ def machine_type(make_engine, expected_outputs):
             was_alive = request_id in self.engine.scheduler.request_ids
             assert was_alive == (request_id not in self.engine.endings.keys() | self.ended_early)
             if fails:
-                self.engine.record(self.engine.scheduler.fail(request_id, "broken"))
+                self.engine.record(self.engine.scheduler.fail(request_id, LogitsError("broken")))
             else:
                 ended = self.engine.scheduler.abort([request_id])
                 assert ended == ([request_id] if was_alive else [])

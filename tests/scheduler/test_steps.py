@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from moe_serve.errors import LogitsError
 from moe_serve.sampling_params import SamplingParams
 
 
@@ -139,7 +140,7 @@ def test_an_abort_between_the_halves_of_a_step_is_safe(make_engine):
     results = engine.run(plan)
     assert engine.scheduler.abort(["b", "nobody", "b"]) == ["b"]
     engine.add("b", [3, 3, 3], max_tokens=2)
-    engine.record(engine.scheduler.fail("c", "broken"))
+    engine.record(engine.scheduler.fail("c", LogitsError("broken")))
     engine.finish_step(plan, results)
     engine.drain()
     assert engine.endings["c"].finish_reason == "error" and engine.endings["c"].error == "broken"

@@ -12,7 +12,7 @@ from moe_serve.api.body import body_docs, read_request
 from moe_serve.api.chat_messages import check_messages
 from moe_serve.api.encoding import json_response
 from moe_serve.api.prompts import check_ids, encode_text
-from moe_serve.api.schemas.tokenize import (
+from moe_serve.api.schemas.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
