@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from moe_serve.api.prompts import Prompt, check_fits, check_length_of_text
+from moe_serve.api.prompts import Prompt, check_fits, check_length_of_text, encode_text
 from moe_serve.api.state import ApiState
 from moe_serve.errors import RequestError
 
@@ -32,14 +32,19 @@ def check_messages(value: object) -> list[Message]:
 async def encode_chat(
     state: ApiState, messages: list[Message], *, add_generation_prompt: bool
 ) -> Prompt:
-    """Render and tokenize in a thread. What the template refuses is a `RequestError`."""
-    num_characters = sum(_num_characters(message["content"]) for message in messages)
-    check_length_of_text(state, num_characters, param="messages")
-    token_ids = await asyncio.to_thread(
-        state.tokenizer.render_chat, messages, add_generation_prompt=add_generation_prompt
-    )
+    """Render and tokenize in threads. What the template refuses is a `RequestError`."""
+    text = await render(state, messages, add_generation_prompt=add_generation_prompt)
+    check_length_of_text(state, len(text), param="messages")
+    token_ids = await encode_text(state.tokenizer, text, add_special_tokens=False)
     check_fits(len(token_ids), state.info.max_model_len, param="messages")
     return Prompt(token_ids=token_ids)
+
+
+async def render(state: ApiState, messages: list[Message], *, add_generation_prompt: bool) -> str:
+    """The prompt's text; it brings all special tokens itself."""
+    return await asyncio.to_thread(
+        state.tokenizer.chat_template.render, messages, add_generation_prompt=add_generation_prompt
+    )
 
 
 def _check_message(where: str, message: object) -> Message:
@@ -79,9 +84,3 @@ def _check_part(where: str, part: object) -> dict[str, str]:
     if not isinstance(text, str):
         raise RequestError(f"{where}.text must be a string", param=where)
     return {"type": "text", "text": text}
-
-
-def _num_characters(content: str | list[dict[str, str]]) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part["text"]) for part in content)

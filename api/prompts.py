@@ -86,14 +86,18 @@ def check_ids(name: str, values: list[int], vocab_size: int) -> None:
 
 def check_length_of_text(state: ApiState, num_characters: int, *, param: str) -> None:
     """Refuse, before the work of tokenizing, a text that cannot fit the context."""
-    limit = state.info.max_model_len
-    longest = state.longest_token_bytes
-    if num_characters > limit * longest:
+    most = most_characters(state)
+    if num_characters > most:
         raise ContextLengthError(
-            f"{param} has {num_characters} characters; the context of {limit} tokens holds at "
-            f"most {limit * longest}",
+            f"{param} has {num_characters} characters; the context of "
+            f"{state.info.max_model_len} tokens holds at most {most}",
             param=param,
         )
+
+
+def most_characters(state: ApiState) -> int:
+    """No text of more can fit the context: a token has no more characters than bytes."""
+    return state.info.max_model_len * state.longest_token_bytes
 
 
 def check_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from moe_serve.api.schemas.common import SamplingFields
 from moe_serve.api.state import ApiState
@@ -85,10 +86,8 @@ def _bias_by_id(logit_bias: dict[str, float]) -> dict[int, float]:
     """JSON object keys are strings; those that are no integers raise."""
     by_id = {}
     for key, bias in logit_bias.items():
-        try:
-            by_id[int(key)] = bias
-        except ValueError:
-            raise RequestError(
-                f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias"
-            ) from None
+        # int() alone would take "1_0", " 5" and other alphabets' digits.
+        if not re.fullmatch(r"-?[0-9]{1,19}", key):
+            raise RequestError(f"logit_bias key {key[:40]!r} is not a token id", param="logit_bias")
+        by_id[int(key)] = bias
     return by_id

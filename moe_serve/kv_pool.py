@@ -8,6 +8,7 @@ from moe_serve.config import CPU_KV_CACHE_BYTES, GPU_MEMORY_UTILIZATION, EngineC
 from moe_serve.context import LayerKV
 from moe_serve.errors import ConfigError
 from moe_serve.models.spec import DecoderSpec
+from moe_serve.parallel.cpu import available_memory
 
 
 def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -57,14 +58,16 @@ def make_pool(
 
     def tensor(num_heads: int, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, num_heads, head_dim)
-        try:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, MemoryError) as error:
-            raise ConfigError(
-                f"the KV pool of {num_blocks} blocks does not fit into memory; lower "
-                "--kv-cache-memory or --num-kv-blocks"
-            ) from error
+        return torch.zeros(shape, dtype=dtype, device=device)
 
+    wanted = num_blocks * block_bytes(spec, block_size, dtype)
+    # Memory is handed out before it is there: asking is the only way not to be killed later.
+    available = available_memory() if device.type == "cpu" else None
+    if available is not None and wanted > available:
+        raise ConfigError(
+            f"the KV pool of {wanted} bytes does not fit into the {available} bytes of memory "
+            "that are free; lower --kv-cache-memory or --num-kv-blocks"
+        )
     pool = []
     for layer in spec.layers:
         shape = (layer.attention.num_kv_heads, layer.attention.head_dim)

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from moe_serve.config import BUILTIN_MODEL
-from moe_serve.errors import CheckpointError
+from moe_serve.errors import CheckpointError, ConfigError
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 _UNWANTED = ["*/*", "consolidated*"]
@@ -18,12 +18,17 @@ _UNWANTED = ["*/*", "consolidated*"]
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """'builtin', a local folder, or a hub id (downloaded, or from the cache when offline).
 
-    Raises `CheckpointError` with a hint if there is no such model or it cannot be fetched.
+    Raises `CheckpointError` with a hint if there is no such model or it cannot be fetched, and
+    `ConfigError` for a revision of what has none.
     """
-    if model == BUILTIN_MODEL:
-        return Path(__file__).parent / "builtin"
     path = Path(model).expanduser()
+    if model == BUILTIN_MODEL:
+        path = Path(__file__).parent / "builtin"
     if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision} has no effect on {model}, which is no hub model; drop it"
+            )
         return path
     if path.exists():
         raise CheckpointError(f"{model}: a file; give the folder that holds it")

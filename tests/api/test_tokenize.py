@@ -55,3 +55,25 @@ def test_what_cannot_be_done_is_refused_by_name(
     server: Any, path: str, body: Any, param: str
 ) -> None:
     assert server.error_of(server.http.post(path, json=body))["param"] == param
+
+
+def test_what_would_hold_up_the_others_is_refused(server: Any) -> None:
+    text = "ab " * 100_000
+    messages = [{"role": "user", "content": text}]
+    for path, body, param in (
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": messages}, "messages"),
+        ("/detokenize", {"tokens": [97] * 70_000}, "tokens"),
+    ):
+        error = server.error_of(server.http.post(path, json=body))
+        assert error["param"] == param and "at most" in error["message"]
+    server.check_serves()
+
+
+def test_every_part_of_a_message_counts_for_the_length(serve: Any) -> None:
+    server = serve(template="{% for m in messages %}{{ m.name }}{% endfor %}")
+    messages = [{"role": "user", "content": "x", "name": "n" * 400}]
+    response = server.http.post("/v1/chat/completions", json={"messages": messages})
+    assert server.error_of(response)["code"] == "context_length_exceeded"
+    empty = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user"}]})
+    assert server.error_of(empty)["param"].startswith("messages")
