@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_serve.kernels.grouped_gemm import grouped_gemm
-from moe_serve.kernels.linear import LARGE, linear
+from moe_serve.kernels.linear import TILES, linear
 from moe_serve.kernels.permute import permute
 
 SHAPES = [(64, 33), (256, 512), (100, 1000)]
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize(("features", "out"), SHAPES)
 def test_a_row_has_the_same_bits_in_any_batch(features: int, out: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2 * LARGE + 33, features).to(dtype)
+    x = torch.randn(2 * TILES[-1] + 33, features).to(dtype)
     weight, bias = torch.randn(out, features).to(dtype), torch.randn(out).to(dtype)
     whole = linear(x, weight, bias)
     for count in (1, 2, 3, 7, 8, 15, 16, 17, 33, 129, 255, 256, 257, 300):
