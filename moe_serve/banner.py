@@ -9,7 +9,7 @@ from moe_serve.messages import EngineReady
 
 
 def banner(version: str, model_name: str, info: EngineReady, url: str) -> str:
-    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0})
+    body = json.dumps({"prompt": "Dorothy looked", "max_tokens": 32, "temperature": 0})
     curl = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     lines = {
         "model": f"{model_name} ({info.architecture}), {_count(info.num_parameters)} parameters, "

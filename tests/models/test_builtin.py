@@ -30,6 +30,17 @@ def test_greedy_text_equals_transformers(builtin, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PROMPTS)
+def test_bf16_logprobs_of_chosen_tokens_stay_close_to_fp32(builtin, text: str) -> None:
+    prompt = encode(builtin, text)
+    found = builtin.runner(torch.bfloat16).generate(prompt, NUM_TOKENS)
+    token_ids = [*prompt, *found.token_ids]
+    exact = builtin.reference().score(token_ids)[len(prompt) - 1 : -1]
+    chosen = torch.tensor(found.token_ids)[:, None]
+    difference = found.logprobs.gather(1, chosen) - exact.gather(1, chosen)
+    assert difference.abs().max() <= 5e-2
+
+
+@pytest.mark.parametrize("text", PROMPTS)
 def test_bf16_strays_from_fp32_no_further_than_transformers(builtin, text: str) -> None:
     prompt = encode(builtin, text)
     token_ids = prompt + builtin.runner().generate(prompt, NUM_TOKENS).token_ids

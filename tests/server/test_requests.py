@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import shlex
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def known(server: Any) -> str:
@@ -205,3 +209,35 @@ def test_memory_stays_small_over_2000_requests(start: Callable[..., Any]) -> Non
     assert after - before < 16, f"grew from {before:.0f} to {after:.0f} MiB"
     wait_idle(server)
     assert server.end() == 0
+
+
+def test_the_readme_curl_answers_as_printed(start: Callable[..., Any]) -> None:
+    server = start("builtin").wait_ready()
+    readme = (ROOT / "README.md").read_text()
+    blocks = [block.strip() for block in readme.split("```")[1::2]]
+    at = next(i for i, block in enumerate(blocks) if block.startswith("curl "))
+    command = shlex.split(blocks[at].replace("http://127.0.0.1:8000", server.url))
+    printed = json.loads(blocks[at + 1].replace("\n", ""))
+    result = subprocess.run([*command, "-s"], capture_output=True, text=True, timeout=30)
+    answer = json.loads(result.stdout)
+    for varying in ("id", "created"):
+        del answer[varying], printed[varying]
+    assert answer == printed
+    assert blocks[at] in server.log.replace(server.url, "http://127.0.0.1:8000")
+
+
+def test_scoring_and_penalties_work_on_the_real_engine(server: Any) -> None:
+    scored = server.complete([*range(1, 41)], echo=True, logprobs=2, max_tokens=0).json()
+    logprobs = scored["choices"][0]["logprobs"]
+    assert len(logprobs["token_logprobs"]) == 40 and logprobs["token_logprobs"][0] is None
+    again = server.complete([*range(1, 41)], echo=True, logprobs=2, max_tokens=0).json()
+    assert again["choices"] == scored["choices"]
+    fields = {"n": 3, "temperature": 1, "seed": 11, "logprobs": 1, "ignore_eos": True}
+    three = [server.complete([1, 2, 3], **fields).json()["choices"] for _ in range(2)]
+    assert three[0] == three[1] and len({choice["text"] for choice in three[0]}) == 3
+    plain = server.complete([1, 2, 3], ignore_eos=True).json()["choices"][0]["text"]
+    shy = server.complete([1, 2, 3], ignore_eos=True, frequency_penalty=2, presence_penalty=2)
+    assert shy.json()["choices"][0]["text"] != plain
+    prompt = [i % 200 for i in range(50)]
+    cached = [server.complete(prompt).json()["usage"] for _ in range(2)][1]
+    assert cached["prompt_tokens_details"]["cached_tokens"] == 48
