@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 BUILTIN_NAME = "stories-moe"
 EXIT_FAULT = 1
-# After the engine's death, time for open streams to pass on their error event.
+# Time for open streams to pass on their error event, at most.
 FLUSH_SECONDS = 1.0
+# After the engine's death, so long /health says 503: a balancer that polls shall see it.
+LINGER_SECONDS = 1.0
 
 
 def run(config: ServeConfig) -> int:
@@ -127,8 +129,7 @@ class _Server:
     async def _after_death(self) -> int:
         if self.engine.failed_by_config:
             raise ConfigError(self.engine.failure)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.api.wait_drained(), FLUSH_SECONDS)
+        await asyncio.sleep(LINGER_SECONDS)
         return EXIT_FAULT
 
     async def _drain(self) -> None:
