@@ -192,3 +192,25 @@ def test_two_servers_live_side_by_side(start: Start, random_model: Path) -> None
     answers = [server.wait_ready().complete().json()["choices"] for server in pair]
     assert answers[0] == answers[1]
     assert [server.end() for server in pair] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_ends_with_0(
+    start: Start, random_model: Path, number: signal.Signals
+) -> None:
+    server = start(random_model)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if server.client.get("/live").status_code == 200:
+                break
+        except httpx.TransportError:
+            time.sleep(0.02)
+    assert server.client.get("/health").status_code == 503
+    children = server.children()
+    # As a terminal does it: the signal goes to every process of the group.
+    for process in [psutil.Process(server.process.pid), *children]:
+        process.send_signal(number)
+    assert server.process.wait(10) == 0
+    assert not psutil.wait_procs(children, timeout=5)[1], "left behind"
+    assert "Traceback" not in server.log
