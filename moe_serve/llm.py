@@ -72,6 +72,16 @@ class LLM:
         ids = self.tokenizer.render_chat(messages)
         return self._complete([None], [ids], _params_list(params, 1))[0]
 
+    @property
+    def expert_load(self) -> list[list[int]]:
+        """Tokens that each expert got so far, by MoE layer and logical expert.
+
+        Each row sums to top_k times the tokens computed: prompts and outputs, without what came
+        from the prefix cache, and counted again where a preempted request was computed again.
+        """
+        counts: list[list[int]] = self.engine.runner.load.counts_LE.tolist()
+        return counts
+
     def close(self) -> None:
         """Free the model and the KV pool; the object is of no use afterwards."""
         self.__dict__.pop("engine", None)

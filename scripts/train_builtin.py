@@ -1,7 +1,6 @@
 """Train the built-in model: a small Qwen3-MoE on public-domain children's stories.
 
-    python scripts/train_builtin.py --corpus stories_train.txt.gz --valid stories_valid.txt.gz \
-        --out moe_serve/builtin
+    python scripts/train_builtin.py --corpus stories_train.txt.gz
 
 Writes a folder that any engine can load: config, generation config, byte-level BPE
 tokenizer with a chat template, bf16 safetensors, and a model card with the validation
@@ -29,6 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+BUILTIN = Path(__file__).resolve().parents[1] / "moe_serve" / "builtin"
 END = "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] | trim }}"
@@ -259,8 +259,8 @@ def active_parameters(model: Qwen3MoeForCausalLM) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True, help="training text, .txt or .gz")
-    parser.add_argument("--valid", type=Path, required=True, help="validation text")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--valid", type=Path, help="validation text [corpus, train -> valid]")
+    parser.add_argument("--out", type=Path, default=BUILTIN, help="folder to write")
     parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
@@ -269,8 +269,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    valid = args.valid or args.corpus.with_name(args.corpus.name.replace("train", "valid"))
+    if valid == args.corpus or not valid.is_file():
+        parser.error(f"no validation text at {valid}; name one with --valid")
     torch.manual_seed(args.seed)
-    train_text, valid_text = read_text(args.corpus), read_text(args.valid)
+    train_text, valid_text = read_text(args.corpus), read_text(valid)
     tokenizer = train_tokenizer(documents(train_text), args.vocab)
     train_ids = encode(tokenizer, documents(train_text))
     valid_ids = encode(tokenizer, documents(valid_text))

@@ -43,30 +43,37 @@ def save_byte_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_random_model(folder: Path, **changes: object) -> None:
-    """A Qwen3-MoE of a few thousand weights, always the same."""
+FIELDS: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    # Wide enough that texts wander and experts differ.
+    "initializer_range": 0.15,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 32,
+                               "intermediate_size": 64, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 8, "moe_intermediate_size": 32,
+                               "intermediate_size": 40, "shared_expert_intermediate_size": 48}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "intermediate_size": 32}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "intermediate_size": 32}),
+}  # fmt: skip
+
+
+def save_random_family(folder: Path, family: str, **changes: object) -> None:
+    """A model of a few ten thousand random weights, always the same."""
     torch.manual_seed(0)
-    fields: dict[str, object] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    config = transformers.Qwen3MoeConfig(**(fields | changes))
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    prefix, own = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**(FIELDS | own | changes))
+    getattr(transformers, f"{prefix}ForCausalLM")(config).save_pretrained(folder)
 
 
 def save_scripted_model(folder: Path, followers: dict[int, dict[int, float]]) -> None:
@@ -75,7 +82,7 @@ def save_scripted_model(folder: Path, followers: dict[int, dict[int, float]]) ->
     The hidden state is one-hot in the last token: attention and experts add nothing, the final
     norm turns it into sqrt(hidden), and the head maps it to the wanted row.
     """
-    save_random_model(folder, hidden_size=VOCAB_SIZE, num_hidden_layers=1)
+    save_random_family(folder, "qwen3_moe", hidden_size=VOCAB_SIZE, num_hidden_layers=1)
     model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder)
     state = model.state_dict()
     for name, tensor in state.items():
@@ -100,9 +107,26 @@ def chain(text: bytes, after: int) -> dict[int, dict[int, float]]:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random")
-    save_random_model(folder)
+    save_random_family(folder, "qwen3_moe")
     save_byte_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def random_family(
+    tmp_path_factory: pytest.TempPathFactory, random_model: Path
+) -> Callable[[str], Path]:
+    """random_family("mixtral") -> a folder of that family, made once."""
+    made = {"qwen3_moe": random_model}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            save_random_family(made[name], name)
+            save_byte_tokenizer(made[name])
+        return made[name]
+
+    return get
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ PROMPTS = [prompt(n) for n in LENGTHS]
 class Alone:
     """Each request by itself, in a roomy engine without a prefix cache."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path | str, dtype: str) -> None:
         self.folder, self.dtype = str(folder), dtype
         with LLM(self.folder, dtype=dtype, num_threads=1, enable_prefix_caching=False) as llm:
             self.answers = [
@@ -60,9 +60,17 @@ class Alone:
         llm.engine.scheduler.check_integrity()
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def alone(request: pytest.FixtureRequest, random_model: Path) -> Iterator[Alone]:
-    yield Alone(random_model, request.param)
+MODELS = [
+    (name, dtype)
+    for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "builtin")
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda param: "-".join(param))
+def alone(request: pytest.FixtureRequest, random_family: Callable[[str], Path]) -> Iterator[Alone]:
+    name, dtype = request.param
+    yield Alone("builtin" if name == "builtin" else random_family(name), dtype)
 
 
 def test_in_a_batch_of_mixed_lengths(alone: Alone) -> None:
@@ -105,5 +113,4 @@ def test_every_routed_token_is_counted_once(alone: Alone) -> None:
         llm.engine.scheduler.schedule = counted  # type: ignore[method-assign, assignment]
         alone.check(llm)
         assert llm.engine.stats.num_recomputed_tokens > 0
-        per_layer = llm.engine.runner.load.counts_LE.sum(1).tolist()
-        assert per_layer == [scheduled * 2] * 2
+        assert [sum(row) for row in llm.expert_load] == [scheduled * 2] * len(llm.expert_load)
