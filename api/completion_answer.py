@@ -114,7 +114,12 @@ class CompletionAnswer:
         if entries is None:
             return None
         writer = self._writers[sequence.index]
-        return writer.write_prompt(sequence.prompt.token_ids, entries)
+        return writer.write_prompt(
+            sequence.prompt.token_ids,
+            entries,
+            text=self._echo_text(sequence),
+            skip_special_tokens=self.request.skip_special_tokens,
+        )
 
     def _response(
         self, choices: list[CompletionChoice], usage: Usage | None | msgspec.UnsetType

@@ -44,18 +44,29 @@ class CompletionLogprobWriter:
         self._num_characters = 0
 
     def write_prompt(
-        self, token_ids: Sequence[int], entries: Sequence[LogprobEntry | None]
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[LogprobEntry | None],
+        *,
+        text: str,
+        skip_special_tokens: bool,
     ) -> CompletionLogprobs:
-        """Of an echoed prompt. Nothing precedes the first token, so its values are null."""
+        """Of a prompt echoed as `text`. Nothing precedes the first token: its values are null."""
         first_bytes = self._tokenizer.token_bytes(token_ids[0])
-        is_hidden = token_ids[0] in self._tokenizer.special_ids
+        is_hidden = skip_special_tokens and token_ids[0] in self._tokenizer.special_ids
+        rest = [entry for entry in entries if entry is not None]
+        shown = [b"" if is_hidden else first_bytes]
+        shown += [entry.raw_bytes for entry in rest if not entry.is_hidden]
+        # SentencePiece has a space before the first word that the text has not.
+        num_extra = len(b"".join(shown).decode(errors="replace")) - len(text)
+        self._num_characters = -max(0, num_extra)
         first = CompletionLogprobs(
             tokens=[token_name(first_bytes)],
             token_logprobs=[None],
             top_logprobs=[None],
-            text_offset=[self._advance(b"" if is_hidden else first_bytes)],
+            text_offset=[self._advance(shown[0])],
         )
-        return joined(first, self.write([entry for entry in entries if entry is not None]))
+        return joined(first, self.write(rest))
 
     def write(self, entries: Sequence[LogprobEntry]) -> CompletionLogprobs:
         return CompletionLogprobs(
@@ -68,7 +79,7 @@ class CompletionLogprobWriter:
     def _advance(self, raw_bytes: bytes) -> int:
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(raw_bytes))
-        return offset
+        return max(0, offset)
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
