@@ -104,6 +104,9 @@ class ServeConfig(EngineConfig):
     api_key: str | None = option(None, "clients must send it as a bearer token")
     chat_template: str | None = option(None, "file with a Jinja template, instead of the model's")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after a signal")
+    step_timeout: float = option(
+        300.0, "seconds that one engine step may take before it counts as hung"
+    )
     max_body_bytes: str = option("16MiB", "largest request body")
     max_queue_len: int = option(1024, "requests in the server at once; more get 429")
     max_choices: int = option(128, "largest n, and most prompts in one request")
@@ -120,6 +123,8 @@ class ServeConfig(EngineConfig):
         # Not `< 0`: NaN fails every comparison.
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout} must be 0 or more")
+        if not self.step_timeout > 0:
+            raise ConfigError(f"--step-timeout {self.step_timeout} must be above 0")
         _check_at_least(self, 1, "max_queue_len", "max_choices")
         parse_bytes("max_body_bytes", self.max_body_bytes)
 

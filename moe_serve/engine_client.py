@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import signal
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -40,7 +41,9 @@ KILL_AFTER_SECONDS = 5.0
 class EngineClient:
     """Lives on one event loop. `status` goes from starting to ready, and to dead from either."""
 
-    def __init__(self, config: EngineConfig, log_level: str = "info") -> None:
+    def __init__(
+        self, config: EngineConfig, *, log_level: str = "info", step_timeout: float = 300.0
+    ) -> None:
         self.status: Literal["starting", "ready", "dead"] = "starting"
         self.info: EngineReady | None = None
         self.stats = EngineStats()
@@ -50,6 +53,9 @@ class EngineClient:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self._config = config
         self._log_level = log_level
+        self._step_timeout = step_timeout
+        # When the engine last spoke, or got work after it had none.
+        self._heard = 0.0
         self._queues: dict[str, asyncio.Queue[RequestUpdate | EngineError]] = {}
         self._given_up: EngineError | None = None
         self._is_stopping = False
@@ -67,7 +73,8 @@ class EngineClient:
         )
         with _signals_ignored():
             self._process.start()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        jobs = (self._receive(), self._watch_process(), self._watch_steps())
+        self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
@@ -78,6 +85,8 @@ class EngineClient:
         """
         self._check_ready()
         queue: asyncio.Queue[RequestUpdate | EngineError] = asyncio.Queue()
+        if not self._queues:
+            self._heard = time.monotonic()
         self._queues[request.request_id] = queue
         finished = False
         try:
@@ -131,6 +140,7 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             message = wire.decode(await self._socket.recv())
+            self._heard = time.monotonic()
             if isinstance(message, EngineOutputs):
                 self.stats = message.stats
                 if self.on_stats is not None:
@@ -147,7 +157,16 @@ class EngineClient:
                 self.failed_by_config = message.is_config
                 self._die(message.message)
 
-    async def _watch(self) -> None:
+    async def _watch_steps(self) -> None:
+        """Notice an engine that lives and does nothing: with requests open, each step speaks."""
+        while True:
+            await asyncio.sleep(min(1.0, self._step_timeout / 4))
+            silence = time.monotonic() - self._heard
+            if self.status == "ready" and self._queues and silence > self._step_timeout:
+                self._die(f"one step took longer than --step-timeout {self._step_timeout:g} s")
+                self._process.kill()
+
+    async def _watch_process(self) -> None:
         """Notice the end of the process through its sentinel: no polling, no delay."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         sentinel = self._process.sentinel

@@ -70,7 +70,9 @@ class _Server:
         self.config = config
         self.sock = sock
         self.name = name
-        self.engine = EngineClient(config.engine, config.log_level)
+        self.engine = EngineClient(
+            config.engine, log_level=config.log_level, step_timeout=config.step_timeout
+        )
         self.signalled = asyncio.Event()
         self.hurried = asyncio.Event()
 

@@ -21,7 +21,7 @@ ENGINE_FLAGS = """
 """.split()
 SERVE_FLAGS = """
     --host --port --served-model-name --api-key --chat-template --shutdown-timeout
-    --max-body-bytes --max-queue-len --max-choices --metrics-prefix --log-level
+    --step-timeout --max-body-bytes --max-queue-len --max-choices --metrics-prefix --log-level
 """.split()
 GENERATE_FLAGS = """
     --prompt --max-tokens --temperature --top-p --top-k --min-p --seed --[no-]ignore-eos

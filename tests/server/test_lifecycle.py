@@ -127,6 +127,28 @@ def test_death_of_the_engine_ends_everything_within_5_seconds(
     assert again.complete().status_code == 200
 
 
+def test_an_engine_that_hangs_ends_everything_after_the_step_timeout(
+    start: Start, random_model: Path
+) -> None:
+    server = start(random_model, "--step-timeout", "1.5").wait_ready()
+    stream = Stream(server.url, **LONG)
+    assert stream.started.wait(20)
+    server.engine().suspend()
+    began = time.monotonic()
+    assert server.process.wait(10) == 1
+    assert time.monotonic() - began < 8
+    stream.join(5)
+    assert stream.error is not None and "--step-timeout 1.5" in stream.error["message"]
+
+
+def test_idle_time_is_no_hanging(start: Start, random_model: Path) -> None:
+    server = start(random_model, "--step-timeout", "0.8").wait_ready()
+    for _ in range(3):
+        time.sleep(1.2)
+        assert server.complete().status_code == 200
+    assert server.end() == 0
+
+
 def test_the_engine_ends_with_its_parent(start: Start, random_model: Path) -> None:
     server = start(random_model).wait_ready()
     engine = server.engine()
