@@ -12,6 +12,27 @@ from moe_serve.options import COMMON
 
 HELP_COLUMN = 32
 
+_ONE_ENGINE = "one engine runs on one machine so far; drop it"
+# What people bring along from other engines, and what to do instead.
+ELSEWHERE = {
+    "--model": "give the model without a flag: {prog} MODEL",
+    "--model-path": "give the model without a flag: {prog} MODEL",
+    "--tensor-parallel-size": _ONE_ENGINE,
+    "--tp": _ONE_ENGINE,
+    "--data-parallel-size": _ONE_ENGINE,
+    "--dp": _ONE_ENGINE,
+    "--enable-expert-parallel": _ONE_ENGINE,
+    "--quantization": "weights are served as they are, in --dtype; drop it",
+    "--kv-cache-dtype": "keys and values have the model's --dtype; drop it",
+    "--trust-remote-code": "code of a model folder is never run; drop it",
+    "--enable-metrics": "metrics are always on, at /metrics; drop it",
+    "--schedule-policy": "requests run by priority, then in order of arrival; drop it",
+    "--scheduling-policy": "requests run by priority, then in order of arrival; drop it",
+    "--enable-chunked-prefill": "it is always on; --max-num-batched-tokens sets the chunk",
+    "--enforce-eager": "there is no other mode; drop it",
+    "--seed": "requests carry their own seed; drop it",
+}
+
 
 def closest(word: str, known: Iterable[str], *, prefix: str = "") -> str:
     """'; did you mean X?' for the known word nearest to `word`, or nothing."""
@@ -67,7 +88,7 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(text.replace(": ignored explicit argument", " takes no value, but got"))
 
     def _advice(self, name: str) -> str:
-        if name in ("--model", "--model-path"):
-            return f"; give the model without a flag: {self.prog} MODEL"
+        if name in ELSEWHERE:
+            return f"; {ELSEWHERE[name].format(prog=self.prog)}"
         advice = closest(name.replace("_", "-"), self._flags)
         return advice or f"; see {self.prog} --help"

@@ -10,6 +10,7 @@ import pytest
 from moe_serve.cli.generate import GenerateConfig
 from moe_serve.config import EngineConfig, ServeConfig
 from moe_serve.errors import ConfigError
+from moe_serve.option_parser import ELSEWHERE
 from moe_serve.options import options_of
 from moe_serve.settings import parse
 
@@ -168,6 +169,9 @@ def test_a_variable_of_another_command_is_no_error(monkeypatch: pytest.MonkeyPat
         (["--prot=1"], "--prot is not a flag of moe-serve serve; did you mean --port?"),
         (["--max_num_seq", "1"], "did you mean --max-num-seqs?"),
         (["--max-num-b", "1"], "--max-num-b is not a flag"),  # no abbreviations
+        (["--tensor-parallel-size", "2"], "not a flag of moe-serve serve; one engine runs on one"),
+        (["--enable-metrics"], "metrics are always on, at /metrics"),
+        (["--model", "m"], "give the model without a flag: moe-serve serve MODEL"),
         (["--xyzzy"], "--xyzzy is not a flag of moe-serve serve; see moe-serve serve --help"),
         (["--model", "x"], "give the model without a flag: moe-serve serve MODEL"),
         (["--port"], "--port needs a value"),
@@ -296,3 +300,15 @@ def test_variables_of_a_service_link_are_not_options(monkeypatch: pytest.MonkeyP
     assert serve().port == 8000
     monkeypatch.setenv("MOE_SERVE_PORT", "9000")
     assert serve().port == 9000
+
+
+@pytest.mark.parametrize("config_type", [ServeConfig, GenerateConfig])
+def test_advice_for_other_engines_flags_names_none_of_ours(config_type: type[EngineConfig]) -> None:
+    ours = {
+        f"--{s.replace('_', '-')}" for o in options_of(config_type).values() for s in o.spellings
+    }
+    # MODEL is an option without a flag.
+    foreign = (
+        set(ELSEWHERE) - {"--model"} - ({"--seed"} if config_type is GenerateConfig else set())
+    )
+    assert not ours & foreign
