@@ -145,9 +145,15 @@ class _Sequences:
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several: a sequence of integers is one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
+    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
+    if ids and several:
+        raise RequestError(
+            "prompts mixes token ids with prompts; put the ids in a list of their own"
+        )
+    return [ids] if ids else several
 
 
 def _params_list(

@@ -154,3 +154,15 @@ def test_closing_twice_is_no_mistake(random_model: Path) -> None:
     with LLM(str(random_model), num_threads=1) as llm:
         llm.close()
     llm.close()
+
+
+def test_prompts_are_one_or_several_texts_or_id_lists(random_model: Path) -> None:
+    with LLM(str(random_model), num_threads=1) as llm:
+        single = llm.generate("ab", GREEDY)[0].outputs[0].token_ids
+        for prompts in ([97, 98], ["ab"], [[97, 98]], ([97, 98], "ab")):
+            assert {tuple(r.outputs[0].token_ids) for r in llm.generate(prompts, GREEDY)} == {
+                tuple(single)
+            }
+        assert llm.generate([], GREEDY) == []
+        with pytest.raises(RequestError, match="mixes"):
+            llm.generate([97, "ab"], GREEDY)  # type: ignore[list-item]
