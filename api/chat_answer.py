@@ -21,7 +21,7 @@ from moe_serve.api.schemas.chat import (
     ChatResponse,
 )
 from moe_serve.api.schemas.common import Usage
-from moe_serve.api.sequences import News, RunningSequence, follow, usage_of
+from moe_serve.api.sequences import News, RunningSequence, follow, run_all, usage_of
 from moe_serve.api.state import ApiState
 
 
@@ -37,9 +37,7 @@ class ChatAnswer:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> ChatResponse:
-        async with aclosing(follow(self.state, self.sequences)) as all_news:
-            async for _ in all_news:
-                pass
+        await run_all(self.state, self.sequences)
         return ChatResponse(
             id=self.id,
             created=self.created,
@@ -59,8 +57,7 @@ class ChatAnswer:
                 if index not in started:
                     started.add(index)
                     yield encode(self._chunk([_role_choice(index)], usage))
-                delta = news.delta
-                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                if news.delta.shows:
                     yield encode(self._chunk([_chunk_choice(news)], usage))
         if wants_usage:
             yield encode(self._chunk([], usage_of(self.sequences)))

@@ -18,7 +18,7 @@ from moe_serve.api.schemas.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from moe_serve.api.sequences import News, RunningSequence, follow, usage_of
+from moe_serve.api.sequences import News, RunningSequence, follow, run_all, usage_of
 from moe_serve.api.state import ApiState
 
 
@@ -37,9 +37,7 @@ class CompletionAnswer:
         self._writers = [CompletionLogprobWriter(self.state.tokenizer) for _ in self.sequences]
 
     async def whole(self) -> CompletionResponse:
-        async with aclosing(follow(self.state, self.sequences)) as all_news:
-            async for _ in all_news:
-                pass
+        await run_all(self.state, self.sequences)
         choices = [self._choice(sequence) for sequence in self.sequences]
         return self._response(choices, usage_of(self.sequences))
 
@@ -53,8 +51,7 @@ class CompletionAnswer:
                 if index not in echoed and self._can_echo(news.sequence):
                     echoed.add(index)
                     yield encode(self._response([self._echo(news.sequence)], usage))
-                delta = news.delta
-                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                if news.delta.shows:
                     yield encode(self._response([self._chunk(news)], usage))
         if wants_usage:
             yield encode(self._response([], usage_of(self.sequences)))

@@ -88,6 +88,13 @@ def follow(state: ApiState, sequences: Sequence[RunningSequence]) -> AsyncGenera
     return interleave([_follow_one(state, sequence) for sequence in sequences])
 
 
+async def run_all(state: ApiState, sequences: Sequence[RunningSequence]) -> None:
+    """Run all sequences to their ends; what they said is in their `output`."""
+    async with aclosing(follow(state, sequences)) as all_news:
+        async for _ in all_news:
+            pass
+
+
 async def _follow_one(state: ApiState, sequence: RunningSequence) -> AsyncGenerator[News, None]:
     reason = "abort"
     try:

@@ -111,10 +111,8 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process, by force if it does not end by itself; release everything."""
         self._is_stopping = True
-        if self.status == "ready":
-            self._send(Shutdown())
-        else:
-            self._process.terminate()
+        self._send(Shutdown())
+        # Only an engine that is ready reads its messages.
         if not await self._joined(KILL_AFTER_SECONDS if self.status == "ready" else 0.0):
             self._process.kill()
             await self._joined(KILL_AFTER_SECONDS)
@@ -205,7 +203,8 @@ class EngineClient:
 def _signals_ignored() -> Iterator[None]:
     """A child started in here ignores them from its first instruction on.
 
-    The terminal sends Ctrl-C to the whole group; this process alone decides what it means.
+    The terminal sends Ctrl-C to the whole group, a supervisor may send SIGTERM to all. This process
+    alone decides when requests are drained, and the engine ends with it in any case.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 
@@ -26,12 +25,8 @@ EXIT_FAULT = 1
 
 
 def run(config: EngineConfig, address: str, log_level: str) -> None:
-    """Entry point of the spawned process; ends with `sys.exit`."""
+    """Entry point of the spawned process, started with signals ignored; ends with `sys.exit`."""
     set_up(log_level, role="engine")
-    # The terminal sends Ctrl-C to the whole group, a supervisor may send SIGTERM to all. The API
-    # process decides when requests are drained, and this one ends with it in any case.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -68,6 +68,11 @@ class OutputDelta:
     is_client_fault: bool = False
     num_cached_tokens: int = 0
 
+    @property
+    def shows(self) -> bool:
+        """Whether a stream has something to send for it."""
+        return bool(self.text or self.logprobs) or self.finish_reason is not None
+
 
 class OutputAssembler:
     """Text side of one sequence: detokenizes, finds stop strings, names tokens in logprobs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,25 +79,12 @@ class Tokenizer:
         """The token's bytes as text; a part of a character shows as U+FFFD."""
         return self._bytes[token_id].decode(errors="replace")
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Prompt ids of a chat; the template brings all special tokens itself.
 
         Raises `RequestError` if there is no template or it refuses these messages.
         """
-        text = self.chat_template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

@@ -16,21 +16,28 @@ _FIRST_LENGTH = 512
 
 
 class CosSin(NamedTuple):
-    """fp32 [T, r] each; the second half repeats the first."""
+    """[T, r] each, in the table's dtype; the second half repeats the first."""
 
     cos_Tr: Tensor
     sin_Tr: Tensor
 
 
 class RotaryTable:
-    """cos and sin by position, computed when first needed and kept."""
+    """cos and sin by position, computed in fp32 when first needed and kept in `dtype`."""
 
-    def __init__(self, spec: RopeSpec, max_position: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: RopeSpec,
+        max_position: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.spec = spec
         self.max_position = max_position
         self.device = device
-        self._cos_Pr = torch.empty(0, spec.rotary_dim, device=device)
-        self._sin_Pr = torch.empty(0, spec.rotary_dim, device=device)
+        self.dtype = dtype
+        self._cos_Pr = torch.empty(0, spec.rotary_dim, device=device, dtype=dtype)
+        self._sin_Pr = torch.empty(0, spec.rotary_dim, device=device, dtype=dtype)
 
     def lookup(self, positions_T: Tensor, length: int) -> CosSin:
         """Rows of `positions_T`, all of them below `length` (known on the host: no sync)."""
@@ -44,8 +51,8 @@ class RotaryTable:
         positions_P = torch.arange(min(num_rows, self.max_position)).float()
         angles_Pf = positions_P[:, None] * inverse_frequencies(self.spec)
         angles_Pr = torch.cat((angles_Pf, angles_Pf), dim=-1)
-        self._cos_Pr = (angles_Pr.cos() * self.spec.attention_factor).to(self.device)
-        self._sin_Pr = (angles_Pr.sin() * self.spec.attention_factor).to(self.device)
+        self._cos_Pr = (angles_Pr.cos() * self.spec.attention_factor).to(self.device, self.dtype)
+        self._sin_Pr = (angles_Pr.sin() * self.spec.attention_factor).to(self.device, self.dtype)
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:

@@ -84,7 +84,9 @@ class Decoder(nn.Module):
             self.head = Projection(spec.hidden_size, spec.vocab_size, dtype=dtype, device=device)
         # Layers that turn alike share one table.
         self._tables = {
-            layer.attention.rope: RotaryTable(layer.attention.rope, spec.max_position, device)
+            layer.attention.rope: RotaryTable(
+                layer.attention.rope, spec.max_position, device, dtype
+            )
             for layer in spec.layers
         }
 
