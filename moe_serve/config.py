@@ -18,6 +18,8 @@ GPU_MEMORY_UTILIZATION = 0.9
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
+ExpertPlacementStrategy = Literal["linear", "round_robin"]
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -64,11 +66,38 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt prefixes")
     max_logprobs: int = option(20, "most alternatives that a request may ask for")
-    num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
+    num_threads: int | None = option(
+        None,
+        "CPU threads of one rank; default: the cores it may use, shared with the ranks beside it",
+    )
+    tensor_parallel_size: int | None = option(
+        None,
+        "ranks that split one lane's attention; default: all that torchrun started, else 1",
+        aliases=("tp",),
+    )
+    data_parallel_size: int = option(
+        1, "lanes, each with its own requests and KV pool", aliases=("dp",)
+    )
+    enable_expert_parallel: bool = option(
+        False, "spread whole experts over all ranks, instead of splitting each within a lane"
+    )
+    all2all_backend: All2AllBackend = option(
+        "auto", "how tokens reach experts on other ranks; auto picks by size, step by step"
+    )
+    expert_placement_strategy: ExpertPlacementStrategy = option(
+        "linear", "which experts a rank holds: neighbours, or every n-th"
+    )
+    deterministic: bool = option(
+        False, "the same bits for every tensor-parallel size, for more memory and traffic"
+    )
+    collective_timeout: float = option(
+        30.0, "seconds after which a rank that does not answer counts as dead"
+    )
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-                        "block_size", "num_kv_blocks", "num_threads")  # fmt: skip
+                        "block_size", "num_kv_blocks", "num_threads", "tensor_parallel_size",
+                        "data_parallel_size")  # fmt: skip
         _check_at_least(self, 0, "max_logprobs")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
@@ -79,6 +108,21 @@ class EngineConfig:
                               "give one of them")  # fmt: skip
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        # Not `< 1`: NaN fails every comparison.
+        if not self.collective_timeout >= 1:
+            raise ConfigError(f"--collective-timeout {self.collective_timeout} must be at least 1")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.enable_expert_parallel:
+            return
+        for name, default in (("all2all_backend", "auto"), ("expert_placement_strategy", "linear")):
+            value = getattr(self, name)
+            if value != default:
+                raise ConfigError(
+                    f"{flag(name)} {value} has no effect without expert parallelism; add "
+                    "--enable-expert-parallel or drop it"
+                )
 
     def engine_options(self) -> dict[str, Any]:
         """The engine's options by name, without what a subclass adds."""
