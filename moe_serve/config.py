@@ -15,6 +15,8 @@ from moe_serve.errors import ConfigError
 BUILTIN_MODEL = "builtin"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
+# Seconds. Far beyond any use; torch takes no infinity.
+MAX_COLLECTIVE_TIMEOUT = 86400
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -108,9 +110,12 @@ class EngineConfig:
                               "give one of them")  # fmt: skip
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
-        # Not `< 1`: NaN fails every comparison.
-        if not self.collective_timeout >= 1:
-            raise ConfigError(f"--collective-timeout {self.collective_timeout} must be at least 1")
+        # Not `< 1 or`: NaN fails every comparison.
+        if not 1 <= self.collective_timeout <= MAX_COLLECTIVE_TIMEOUT:
+            raise ConfigError(
+                f"--collective-timeout {self.collective_timeout} must be between 1 and "
+                f"{MAX_COLLECTIVE_TIMEOUT} (a day)"
+            )
         self._check_experts()
 
     def _check_experts(self) -> None:

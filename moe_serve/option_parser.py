@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -12,16 +13,20 @@ from moe_serve.options import COMMON
 
 HELP_COLUMN = 32
 
-_ONE_ENGINE = "one engine runs on one machine so far; drop it"
+_EXPERTS = "--enable-expert-parallel spreads the experts over all ranks; drop it"
+_LAYERS = "layers are not spread over ranks; use --tensor-parallel-size or --data-parallel-size"
 # What people bring along from other engines, and what to do instead.
 ELSEWHERE = {
     "--model": "give the model without a flag: {prog} MODEL",
     "--model-path": "give the model without a flag: {prog} MODEL",
-    "--tensor-parallel-size": _ONE_ENGINE,
-    "--tp": _ONE_ENGINE,
-    "--data-parallel-size": _ONE_ENGINE,
-    "--dp": _ONE_ENGINE,
-    "--enable-expert-parallel": _ONE_ENGINE,
+    "--tp-size": "write --tensor-parallel-size",
+    "--dp-size": "write --data-parallel-size",
+    "--expert-parallel-size": _EXPERTS,
+    "--ep-size": _EXPERTS,
+    "--ep": _EXPERTS,
+    "--pipeline-parallel-size": _LAYERS,
+    "--pp-size": _LAYERS,
+    "--pp": _LAYERS,
     "--quantization": "weights are served as they are, in --dtype; drop it",
     "--kv-cache-dtype": "keys and values have the model's --dtype; drop it",
     "--trust-remote-code": "code of a model folder is never run; drop it",
@@ -73,7 +78,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; an unknown flag is a `ConfigError` with the closest known one."""
-        namespace, unknown = self.parse_known_args(list(argv))
+        namespace, unknown = self.parse_known_args([self._two_dashes(word) for word in argv])
         for word in unknown:
             name = word.split("=")[0]
             if name.startswith("-"):
@@ -86,6 +91,15 @@ class OptionParser(argparse.ArgumentParser):
         text = message.removeprefix("argument ")
         text = text.replace(": expected one argument", " needs a value")
         raise ConfigError(text.replace(": ignored explicit argument", " takes no value, but got"))
+
+    def _two_dashes(self, word: str) -> str:
+        """`-tp` and `-tp=2`, as other engines spell them -> `--tp`, `--tp=2`.
+
+        As a flag of argparse's own it would also answer to `-t`.
+        """
+        name = word.partition("=")[0]
+        is_known = f"-{name}" in {*self._flags, *ELSEWHERE}
+        return f"-{word}" if re.fullmatch(r"-[a-z]{2}", name) and is_known else word
 
     def _advice(self, name: str) -> str:
         if name in ELSEWHERE:

@@ -229,7 +229,7 @@ def _allowed(option: Option, value: Any) -> str:
 def _with_origins(message: str, given: Mapping[str, Given]) -> str:
     """`config` names flags; say the variable or the key where the value came from one."""
     origins = {flag(name): item.origin for name, item in given.items()}
-    return re.sub(r"--[a-z][a-z-]*", lambda match: origins.get(match[0], match[0]), message)
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda match: origins.get(match[0], match[0]), message)
 
 
 def _read_yaml(model: type[BaseSettings], path: str) -> dict[str, Any]:

@@ -18,7 +18,9 @@ ENGINE_FLAGS = """
     --config --revision --dtype --device --max-model-len --max-num-seqs
     --max-num-batched-tokens --chunked-prefill-size --block-size --gpu-memory-utilization
     --kv-cache-memory --num-kv-blocks --num-gpu-blocks-override --[no-]enable-prefix-caching
-    --max-logprobs --num-threads --help
+    --max-logprobs --num-threads --tensor-parallel-size --tp --data-parallel-size --dp
+    --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
+    --[no-]deterministic --collective-timeout --help
 """.split()
 SERVE_FLAGS = """
     --host --port --served-model-name --api-key --chat-template --shutdown-timeout
@@ -92,6 +94,38 @@ def test_an_alias_is_a_flag_a_variable_and_a_yaml_key(
     assert getattr(serve("--config", file), name) == 17
     monkeypatch.setenv("MOE_SERVE_" + alias.upper(), "300")
     assert getattr(serve(), name) == 300
+
+
+@pytest.mark.parametrize(
+    "argv", [("-tp", "2", "-dp", "4"), ("-tp=2", "-dp=4"), ("--tp", "2", "--dp", "4")]
+)
+def test_degrees_go_by_the_short_names_of_other_engines(argv: tuple[str, ...]) -> None:
+    assert serve(*argv) == ServeConfig(tensor_parallel_size=2, data_parallel_size=4)
+
+
+def test_parallel_options_come_from_every_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = ServeConfig(
+        tensor_parallel_size=2,
+        data_parallel_size=3,
+        enable_expert_parallel=True,
+        all2all_backend="all_to_all",
+        expert_placement_strategy="round_robin",
+        deterministic=True,
+        collective_timeout=7.5,
+    )
+    given = {"tp": "2", "data_parallel_size": "3", "all2all_backend": "all_to_all",
+             "expert_placement_strategy": "round_robin", "collective_timeout": "7.5"}  # fmt: skip
+    switches = {"enable_expert_parallel": "true", "deterministic": "true"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    flags += [f"--{name.replace('_', '-')}" for name in switches]
+    assert serve(*flags) == expected
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in (given | switches).items()]
+    assert serve("--config", write(tmp_path / "s.yaml", "\n".join(lines))) == expected
+    for name, value in (given | switches).items():
+        monkeypatch.setenv("MOE_SERVE_" + name.upper(), value)
+    assert serve() == expected
 
 
 def test_the_model_is_positional_and_optional(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +203,23 @@ def test_a_variable_of_another_command_is_no_error(monkeypatch: pytest.MonkeyPat
         (["--prot=1"], "--prot is not a flag of moe-serve serve; did you mean --port?"),
         (["--max_num_seq", "1"], "did you mean --max-num-seqs?"),
         (["--max-num-b", "1"], "--max-num-b is not a flag"),  # no abbreviations
-        (["--tensor-parallel-size", "2"], "not a flag of moe-serve serve; one engine runs on one"),
+        (["--tp-size", "2"], "--tp-size is not a flag of moe-serve serve; write --tensor-parallel"),
+        (["-ep", "2"], "--ep is not a flag of moe-serve serve; --enable-expert-parallel spreads"),
+        (["-t", "2"], "-t is not a flag of moe-serve serve"),  # no abbreviation of -tp
+        (["-tp2"], "-tp2 is not a flag of moe-serve serve"),
+        (["-tp"], "needs a value"),
+        (["-tp", "0"], "--tensor-parallel-size 0 must be at least 1"),
+        (["--dp=-1"], "--data-parallel-size -1 must be at least 1"),
+        (["--tp", "all"], "--tensor-parallel-size all must be a whole number"),
+        (["--enable-expert-parallel", "--all2all-backend", "all2all"],
+         "--all2all-backend all2all must be one of auto, allgather_reducescatter, all_to_all; did"),
+        (["--all2all-backend", "all_to_all"],
+         "--all2all-backend all_to_all has no effect without expert parallelism; add --enable-ex"),
+        (["--expert-placement-strategy", "round_robin", "--no-enable-expert-parallel"],
+         "--expert-placement-strategy round_robin has no effect without expert parallelism"),
+        (["--collective-timeout", "0.5"], "--collective-timeout 0.5 must be between 1 and 86400"),
+        (["--collective-timeout", "inf"], "--collective-timeout inf must be between 1 and 86400"),
+        (["--collective-timeout", "nan"], "--collective-timeout nan must be between 1 and 86400"),
         (["--enable-metrics"], "metrics are always on, at /metrics"),
         (["--model", "m"], "give the model without a flag: moe-serve serve MODEL"),
         (["--xyzzy"], "--xyzzy is not a flag of moe-serve serve; see moe-serve serve --help"),
@@ -206,6 +256,11 @@ def test_a_wrong_flag_is_named_with_what_is_allowed(argv: list[str], message: st
          "MOE_SERVE_NUM_KV_BLOCKS and MOE_SERVE_NUM_GPU_BLOCKS_OVERRIDE are one option"),
         ({"NUM_KV_BLOCKS": "1", "KV_CACHE_MEMORY": "1g"},
          "MOE_SERVE_NUM_KV_BLOCKS and MOE_SERVE_KV_CACHE_MEMORY both size the KV pool"),
+        ({"TP": "0"}, "MOE_SERVE_TP 0 must be at least 1"),
+        ({"TP": "2", "TENSOR_PARALLEL_SIZE": "2"},
+         "MOE_SERVE_TENSOR_PARALLEL_SIZE and MOE_SERVE_TP are one option"),
+        ({"ALL2ALL_BACKEND": "all_to_all"},
+         "MOE_SERVE_ALL2ALL_BACKEND all_to_all has no effect without expert parallelism"),
     ],
 )  # fmt: skip
 def test_a_wrong_variable_is_named_with_what_is_allowed(
@@ -235,6 +290,8 @@ def test_a_list_in_a_variable_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max-num-seqs: 0", "s.yaml: max_num_seqs 0 must be at least 1"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "a key is there twice"),
         ("num_kv_blocks: 1\nnum_gpu_blocks_override: 2", "are one option"),
+        ("tp: 2\ntensor-parallel-size: 2", "are one option"),
+        ("dp: 1.5", "s.yaml: dp 1.5 must be a whole number"),
         ("host: ''", "s.yaml: host is empty"),
         ("- port", "must hold lines such as `port: 9000`"),
         ("port 9000", "must hold lines such as `port: 9000`"),
@@ -267,8 +324,8 @@ def test_the_flags_are_exactly_these(
     config_type: Any, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = help_of(config_type, capsys).splitlines()
-    shown = [flag for line in lines if re.match(r"  -", line)
-             for flag in re.findall(r"--[a-z\[][a-z\]-]*", line[:60].split("   ")[0])]  # fmt: skip
+    heads = [line[:60].split("   ")[0] for line in lines if re.match(r"  -", line)]
+    shown = [flag for head in heads for flag in re.findall(r"--[a-z\[][a-z0-9\]-]*", head)]
     assert sorted(shown) == sorted(flags)
 
 
