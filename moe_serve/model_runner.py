@@ -1,4 +1,4 @@
-"""Runs one step of the model: plan in, tokens out."""
+"""Runs one step of the model on one rank: its lane's plan in, tokens out."""
 
 from __future__ import annotations
 
@@ -48,35 +48,48 @@ class ModelRunner:
         self.block_size = pool[0].keys_BsNh.shape[1]
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(
+        self, plan: StepPlan, num_tokens_of_lanes: Sequence[int] | None = None
+    ) -> StepResult | None:
+        """`plan`: the chunks of this rank's lane, perhaps none. None: the lane's leader answers.
+
+        All ranks of all lanes run the same step together.
+        """
         batch = build_batch(plan, self.block_size, self.device)
-        hidden_TD = self.model(batch.token_ids_T, batch.context, self.pool, self.load)
+        hidden_TD = self.model(
+            batch.token_ids_T, batch.context, self.pool, self.load, num_tokens_of_lanes
+        )
         starts = batch.context.query_starts
         sampled = self._sample(plan, hidden_TD, starts)
         failures: dict[str, LogitsError] = {}
         results = []
         for row, chunk in enumerate(plan.chunks):
-            entries: list[TokenLogprobs] | None = None
             token = sampled.get(row)
-            try:
-                entries = self._prompt_logprobs(chunk, hidden_TD[starts[row] :])
-                if isinstance(token, LogitsError):
-                    raise token
-            except LogitsError as error:
-                failures[chunk.request.request_id] = error
-                token = None
-            results.append(ChunkResult(sampled=token, prompt_logprobs=entries))
+            entries = self._prompt_logprobs(chunk, hidden_TD[starts[row] :])
+            for outcome in (token, entries):
+                if isinstance(outcome, LogitsError):
+                    failures[chunk.request.request_id] = outcome
+            results.append(
+                ChunkResult(
+                    sampled=None if isinstance(token, LogitsError) else token,
+                    prompt_logprobs=None if isinstance(entries, LogitsError) else entries,
+                )
+            )
+        if not self.model.ranks.layout.is_lane_leader:
+            return None
         return StepResult(results=results, failures=failures)
 
     def _sample(
         self, plan: StepPlan, hidden_TD: torch.Tensor, starts: list[int]
     ) -> dict[int, SampledToken | LogitsError]:
-        """By chunk number, for the chunks that sample."""
+        """By chunk number, for the chunks that sample. Nothing where another rank does it."""
         rows = [row for row, chunk in enumerate(plan.chunks) if chunk.samples]
         if not rows:
             return {}
         last = torch.tensor([starts[row + 1] - 1 for row in rows], device=self.device)
         logits_SV = self.model.logits(hidden_TD[last])
+        if logits_SV is None:
+            return {}
         requests = [plan.chunks[row].request for row in rows]
         tokens = self.sampler(
             logits_SV,
@@ -92,7 +105,9 @@ class ModelRunner:
         )
         return dict(zip(rows, tokens, strict=True))
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden_TD: torch.Tensor) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(
+        self, chunk: Chunk, hidden_TD: torch.Tensor
+    ) -> list[TokenLogprobs] | LogitsError | None:
         """Of the prompt tokens that the chunk's positions predict; None if nobody asks."""
         num_top = chunk.request.sampling.prompt_logprobs
         if num_top is None:
@@ -100,9 +115,16 @@ class ModelRunner:
         prompt = chunk.request.prompt_token_ids
         targets = prompt[chunk.start + 1 : chunk.stop + 1]
         entries: list[TokenLogprobs] = []
+        failure: LogitsError | None = None
         # In blocks: the logits of a whole chunk over a large vocabulary would take gigabytes.
         for start in range(0, len(targets), LOGIT_ROWS):
             some = targets[start : start + LOGIT_ROWS]
+            # After a failure too: the other ranks of the lane do not know of it.
             logits_TV = self.model.logits(hidden_TD[start : start + len(some)])
-            entries += prompt_logprobs(logits_TV, some, num_top)
-        return entries
+            if logits_TV is None or failure is not None:
+                continue
+            try:
+                entries += prompt_logprobs(logits_TV, some, num_top)
+            except LogitsError as error:
+                failure = error
+        return failure or entries

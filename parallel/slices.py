@@ -30,6 +30,8 @@ class TokenSlices:
 
     def gather(self, x_tC: Tensor) -> Tensor:
         """The slices of all ranks -> [T, C]."""
+        if not self.num_tokens:
+            return x_tC
         return self.group.all_gather(x_tC)[: self.num_tokens]
 
     def reduce_scatter(self, x_TC: Tensor) -> Tensor:
@@ -38,6 +40,8 @@ class TokenSlices:
 
     def sum_disjoint(self, x_TC: Tensor) -> Tensor:
         """The same where only one rank has something to add to a token."""
+        if not self.num_tokens:
+            return x_TC
         return self.group.sum_disjoint(self._pad(x_TC))
 
     def exchange(self, x_Tc: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over the paged KV pool."""
+"""Attention over the paged KV pool, split over the ranks of a lane by heads."""
 
 from __future__ import annotations
 
@@ -12,30 +12,51 @@ from moe_serve.kernels.rotary import rotary
 from moe_serve.layers.norm import RMSNorm
 from moe_serve.layers.projection import Projection
 from moe_serve.layers.rotary import CosSin
+from moe_serve.layers.row_parallel import RowParallel
+from moe_serve.models.shard import ModelShard
 from moe_serve.models.spec import AttentionSpec
+from moe_serve.parallel.slices import TokenSlices
 
-# Shapes: T tokens, D model, H heads, N kv heads, h head_dim.
+# Shapes: T tokens of the lane, t rows of the token slice, D model, H own heads, N own kv heads,
+# h head_dim, q and k columns of all heads.
 
 
 class Attention(nn.Module):
-    """Project, normalise, rotate, store K/V, attend, project back."""
+    """Project, normalise, rotate, store K/V, attend, project back: token slice in, slice out."""
 
     def __init__(
         self,
         spec: AttentionSpec,
         hidden_size: int,
         norm_eps: float,
+        shard: ModelShard,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.spec = spec
+        own = shard.heads(spec)
+        self.q_size = own.heads.size * spec.head_dim
+        self.kv_size = own.kv_heads.size * spec.head_dim
+        # Where the own columns begin among those of all heads.
+        self.q_start = own.heads.start * spec.head_dim
+        self.k_start = own.kv_heads.start * spec.head_dim
+        self.num_kv_copies = shard.layout.tensor_size * own.kv_heads.size // spec.num_kv_heads
         self.qkv = Projection(
-            hidden_size, spec.qkv_size, has_bias=spec.has_qkv_bias, dtype=dtype, device=device
+            hidden_size,
+            self.q_size + 2 * self.kv_size,
+            has_bias=spec.has_qkv_bias,
+            dtype=dtype,
+            device=device,
         )
-        self.output = Projection(
-            spec.q_size, hidden_size, has_bias=spec.has_output_bias, dtype=dtype, device=device
+        self.output = RowParallel(
+            spec.q_size,
+            hidden_size,
+            shard.output_columns(spec),
+            has_bias=spec.has_output_bias,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -43,20 +64,27 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(spec.q_norm_size, norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(spec.k_norm_size, norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor, angles: CosSin, context: StepContext, kv: LayerKV) -> Tensor:
+    def forward(
+        self,
+        x_tD: Tensor,
+        angles: CosSin,
+        context: StepContext,
+        kv: LayerKV,
+        slices: TokenSlices,
+    ) -> Tensor:
         spec = self.spec
-        q_THh, k_TNh, v_TNh = self._project(x_TD)
+        q_THh, k_TNh, v_TNh = self._project(slices.gather(x_tD), slices)
         q_THh = rotary(q_THh, *angles)
         kv_store(rotary(k_TNh, *angles), v_TNh, kv, context.slots_T)
         o_THh = paged_attention(q_THh, kv, context, scale=spec.scale, window=spec.window)
-        y_TD: Tensor = self.output(o_THh.flatten(1))
-        return y_TD
+        y_tD: Tensor = self.output(o_THh.flatten(1), slices)
+        return y_tD
 
-    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_TD: Tensor, slices: TokenSlices) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        q, k, v = self.qkv(x_TD).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+        q, k, v = self.qkv(x_TD).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         if spec.qk_norm == "projection":
-            q, k = self._normalise(q, k)
+            q, k = self._normalise_all_heads(q, k, slices)
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         heads = (-1, spec.head_dim)
@@ -68,3 +96,16 @@ class Attention(nn.Module):
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
+
+    def _normalise_all_heads(
+        self, q: Tensor, k: Tensor, slices: TokenSlices
+    ) -> tuple[Tensor, Tensor]:
+        """The norm's mean runs over the heads of all ranks, so each needs all columns."""
+        if slices.group.size == 1:
+            return self._normalise(q, k)
+        parts = slices.group.all_gather(torch.cat((q, k), dim=-1)).chunk(slices.group.size)
+        q_Tq = torch.cat([part[:, : self.q_size] for part in parts], dim=-1)
+        k_Tk = torch.cat([part[:, self.q_size :] for part in parts[:: self.num_kv_copies]], dim=-1)
+        q_Tq, k_Tk = self._normalise(q_Tq, k_Tk)
+        q = q_Tq[:, self.q_start : self.q_start + self.q_size]
+        return q, k_Tk[:, self.k_start : self.k_start + self.kv_size]

@@ -1,4 +1,4 @@
-"""The gated MLP of dense layers and shared experts."""
+"""Gated MLPs: one that a single rank computes, and one split over the ranks of a lane."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from torch import Tensor, nn
 
 from moe_serve.kernels.silu_mul import gated_activation
 from moe_serve.layers.projection import Projection
+from moe_serve.layers.row_parallel import RowParallel
+from moe_serve.models.shard import ModelShard
+from moe_serve.models.spec import DenseMLPSpec
+from moe_serve.parallel.slices import TokenSlices
 
-# Shapes: T tokens, D model.
+# Shapes: T tokens, t rows of the token slice, D model.
 
 
-class DenseMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); gate and up lie in one matrix, gate first."""
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), whole: a shared expert, on its rank's token slice.
+
+    Gate and up lie in one matrix, gate first.
+    """
 
     def __init__(
         self,
@@ -31,3 +38,27 @@ class DenseMLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD: Tensor = self.down(gated_activation(self.gate_up(x_TD), self.activation))
         return y_TD
+
+
+class DenseMLP(nn.Module):
+    """The same as a layer of its own, its inner dimension split: token slice in, slice out."""
+
+    def __init__(
+        self,
+        spec: DenseMLPSpec,
+        hidden_size: int,
+        shard: ModelShard,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        own, columns = shard.inner(spec.inner_size), shard.down_columns(spec.inner_size)
+        self.gate_up = Projection(hidden_size, 2 * own.size, dtype=dtype, device=device)
+        self.down = RowParallel(spec.inner_size, hidden_size, columns, dtype=dtype, device=device)
+
+    def forward(self, x_tD: Tensor, slices: TokenSlices) -> Tensor:
+        gate_up = self.gate_up(slices.gather(x_tD))
+        y_tD: Tensor = self.down(gated_activation(gate_up, self.activation), slices)
+        return y_tD

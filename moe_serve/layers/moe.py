@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import moe_experts
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.linear import linear
-from moe_serve.layers.mlp import DenseMLP
+from moe_serve.layers.mlp import GatedMLP
 from moe_serve.layers.projection import Projection, empty_parameter
 from moe_serve.models.spec import MoESpec
+from moe_serve.ranks import Ranks, StepTokens
 from moe_serve.routing.router import RouterSpec, Routing, route
 
-# Shapes: T tokens, D model, E experts.
+# Shapes: T tokens, t rows of the token slice, D model, E experts.
 
 
 class Router(nn.Module):
@@ -42,9 +44,10 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts, plus the shared expert where the spec has one. T may be 0.
+    """Routed experts, plus the shared expert where the spec has one, on the rank's token slice.
 
-    `moe_index` counts the MoE layers below this one: its row in `ExpertLoad`.
+    `moe_index` counts the MoE layers below this one: its row in `ExpertLoad`. A rank without
+    tokens still takes part, since others may need its experts.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class MoE(nn.Module):
         spec: MoESpec,
         hidden_size: int,
         moe_index: int,
+        ranks: Ranks,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -62,23 +66,27 @@ class MoE(nn.Module):
         self.experts = ExpertBank(
             spec.num_experts, hidden_size, spec.inner_size, spec.activation, dtype, device
         )
-        self.shared: DenseMLP | None = None
+        self.shared: GatedMLP | None = None
         self.shared_gate: Projection | None = None
         if spec.shared is not None:
-            self.shared = DenseMLP(
+            self.shared = GatedMLP(
                 hidden_size, spec.shared.inner_size, spec.activation, dtype=dtype, device=device
             )
             if spec.shared.has_gate:
                 self.shared_gate = Projection(hidden_size, 1, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor, load: ExpertLoad | None) -> Tensor:
+    def forward(self, x_tD: Tensor, tokens: StepTokens, load: ExpertLoad | None) -> Tensor:
+        # Padding is neither routed nor counted.
+        x_TD = x_tD[: tokens.slices.num_valid]
         routing = self.router(x_TD)
         if load is not None:
             load.count(self.moe_index, routing.ids_TK)
         y_TD = moe_experts(x_TD, routing, self.experts)
-        return y_TD if self.shared is None else y_TD + self._shared(x_TD, self.shared)
+        if self.shared is not None:
+            y_TD = y_TD + self._shared(x_TD, self.shared)
+        return F.pad(y_TD, (0, 0, 0, x_tD.shape[0] - x_TD.shape[0]))
 
-    def _shared(self, x_TD: Tensor, shared: DenseMLP) -> Tensor:
+    def _shared(self, x_TD: Tensor, shared: GatedMLP) -> Tensor:
         y_TD: Tensor = shared(x_TD)
         if self.shared_gate is None:
             return y_TD

@@ -9,27 +9,32 @@ from torch import Tensor, nn
 
 from moe_serve.context import LayerKV, StepContext
 from moe_serve.experts.load import ExpertLoad
-from moe_serve.kernels.linear import linear
 from moe_serve.layers.attention import Attention
-from moe_serve.layers.embedding import Embedding
+from moe_serve.layers.embedding import Embedding, gather_logits
 from moe_serve.layers.mlp import DenseMLP
 from moe_serve.layers.moe import MoE
 from moe_serve.layers.norm import RMSNorm
 from moe_serve.layers.projection import Projection
 from moe_serve.layers.rotary import CosSin, RotaryTable
 from moe_serve.models.spec import DecoderSpec, LayerSpec, MoESpec
+from moe_serve.ranks import SINGLE_RANK, Ranks, StepTokens
 
-# Shapes: T tokens of the step, R rows that need logits, D model, V vocabulary.
+# Shapes: T tokens of the step in this lane, t rows of the rank's token slice, R rows that need
+# logits, D model, V vocabulary.
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each on the normalised stream and added to it."""
+    """Attention, then an MLP, each on the normalised stream and added to it.
+
+    The stream lies in token slices, one a rank of the lane.
+    """
 
     def __init__(
         self,
         spec: LayerSpec,
         decoder: DecoderSpec,
         moe_index: int,
+        ranks: Ranks,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -37,42 +42,55 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = decoder.hidden_size, decoder.norm_eps
         self.attention_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.attention = Attention(spec.attention, size, eps, dtype=dtype, device=device)
+        self.attention = Attention(
+            spec.attention, size, eps, ranks.shard, dtype=dtype, device=device
+        )
         self.mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.mlp: MoE | DenseMLP
         if isinstance(spec.mlp, MoESpec):
-            self.mlp = MoE(spec.mlp, size, moe_index, dtype=dtype, device=device)
+            self.mlp = MoE(spec.mlp, size, moe_index, ranks, dtype=dtype, device=device)
         else:
-            self.mlp = DenseMLP(
-                size, spec.mlp.inner_size, spec.mlp.activation, dtype=dtype, device=device
-            )
+            self.mlp = DenseMLP(spec.mlp, size, ranks.shard, dtype=dtype, device=device)
 
     def forward(
         self,
-        x_TD: Tensor,
-        angles: CosSin,
+        x_tD: Tensor,
+        angles: CosSin | None,
         context: StepContext,
         kv: LayerKV,
+        tokens: StepTokens,
         load: ExpertLoad | None,
     ) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), angles, context, kv)
-        y_TD = self.mlp_norm(x_TD)
-        mlp = self.mlp
-        z_TD: Tensor = mlp(y_TD, load) if isinstance(mlp, MoE) else mlp(y_TD)
-        return x_TD + z_TD
+        """`angles` None: the lane has no tokens, and only joins what crosses lanes."""
+        if angles is not None:
+            y_tD = self.attention_norm(x_tD)
+            x_tD = x_tD + self.attention(y_tD, angles, context, kv, tokens.slices)
+        y_tD = self.mlp_norm(x_tD)
+        if isinstance(self.mlp, MoE):
+            z_tD: Tensor = self.mlp(y_tD, tokens, load)
+            return x_tD + z_tD
+        return x_tD if angles is None else x_tD + self.mlp(y_tD, tokens.slices)
 
 
 class Decoder(nn.Module):
-    """Weights are left unset: `loader.load_model` fills them."""
+    """Weights are left unset: `loader.load_model` fills them. They are those of this rank."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = SINGLE_RANK,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.ranks = ranks
         self.dtype = dtype
         self.device = device
         self.embedding = Embedding(
             spec.vocab_size,
             spec.hidden_size,
+            ranks.shard,
             scale=spec.embedding_scale,
             dtype=dtype,
             device=device,
@@ -81,7 +99,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.head: Projection | None = None
         if not spec.tie_embeddings:
-            self.head = Projection(spec.hidden_size, spec.vocab_size, dtype=dtype, device=device)
+            own = ranks.shard.vocab(spec.vocab_size)
+            self.head = Projection(spec.hidden_size, own.size, dtype=dtype, device=device)
         # Layers that turn alike share one table.
         self._tables = {
             layer.attention.rope: RotaryTable(
@@ -94,7 +113,9 @@ class Decoder(nn.Module):
         layers, moe_index = [], 0
         for layer in self.spec.layers:
             layers.append(
-                DecoderLayer(layer, self.spec, moe_index, dtype=self.dtype, device=self.device)
+                DecoderLayer(
+                    layer, self.spec, moe_index, self.ranks, dtype=self.dtype, device=self.device
+                )
             )
             moe_index += isinstance(layer.mlp, MoESpec)
         return layers
@@ -106,26 +127,28 @@ class Decoder(nn.Module):
         context: StepContext,
         kv: Sequence[LayerKV],
         load: ExpertLoad | None = None,
+        num_tokens_of_lanes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run the step's tokens through all layers -> final hidden states [T, D].
+        """Run the lane's tokens through all layers -> final hidden states [T, D], on every rank.
 
-        Writes their K/V into `kv` (one entry a layer) and counts each routed token in `load`.
+        Writes their K/V into `kv` (one entry a layer) and counts each routed token in `load`, at
+        one rank. All ranks of all lanes call it together, with or without tokens.
         """
-        length = max(context.context_lens)
-        angles = {
-            rope: table.lookup(context.positions_T, length) for rope, table in self._tables.items()
-        }
-        x_TD = self.embedding(token_ids_T)
+        tokens = self.ranks.step(num_tokens_of_lanes or [context.num_tokens])
+        tables = self._tables if context.num_tokens else {}
+        length = max(context.context_lens, default=0)
+        angles = {rope: table.lookup(context.positions_T, length) for rope, table in tables.items()}
+        x_tD = self.embedding(token_ids_T, tokens.slices)
         for layer, spec, layer_kv in zip(self.layers, self.spec.layers, kv, strict=True):
-            x_TD = layer(x_TD, angles[spec.attention.rope], context, layer_kv, load)
-        hidden_TD: Tensor = self.norm(x_TD)
-        return hidden_TD
+            x_tD = layer(x_tD, angles.get(spec.attention.rope), context, layer_kv, tokens, load)
+        return tokens.slices.gather(self.norm(x_tD))
 
     @torch.inference_mode()
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Scores of the next token -> [R, V] fp32."""
-        if self.head is None:
-            logits_RV = linear(hidden_RD, self.embedding.weight_VD).float()
-        else:
-            logits_RV = self.head(hidden_RD).float()
+    def logits(self, hidden_RD: Tensor) -> Tensor | None:
+        """Scores of the next token -> [R, V] fp32 at the lane's leader; None at its other ranks."""
+        weight_VD = self.embedding.weight_VD if self.head is None else self.head.weight_ND
+        logits_RV = gather_logits(hidden_RD, weight_VD, self.spec.vocab_size, self.ranks.lane)
+        if logits_RV is None:
+            return None
+        logits_RV = logits_RV.float()
         return logits_RV if self.spec.logit_scale == 1.0 else logits_RV * self.spec.logit_scale

@@ -8,6 +8,7 @@ import torch
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.layers.moe import MoE, Router
 from moe_serve.models.spec import MoESpec, SharedExpertSpec
+from moe_serve.ranks import SINGLE_RANK
 from moe_serve.routing.router import RouterSpec
 
 CPU = torch.device("cpu")
@@ -76,17 +77,19 @@ def test_shared_expert_gate_equals_transformers(make_tiny, setting: str) -> None
 def test_shared_expert_is_weighed_by_its_gate(make_moe, gate: float, share: float) -> None:
     layer = make_moe()
     x_TD = torch.randn(7, 64).abs()
-    routed = make_moe(has_shared=False)(x_TD, None)
+    tokens = SINGLE_RANK.step([len(x_TD)])
+    routed = make_moe(has_shared=False)(x_TD, tokens, None)
     layer.shared_gate.weight_ND.fill_(gate)
     expected = routed + share * layer.shared(x_TD)
-    torch.testing.assert_close(layer(x_TD, None), expected)
+    torch.testing.assert_close(layer(x_TD, tokens, None), expected)
 
 
 @pytest.mark.parametrize("has_shared", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moe_layer_takes_no_rows(make_moe, has_shared: bool, dtype: torch.dtype) -> None:
     load = ExpertLoad(1, NUM_EXPERTS, CPU)
-    out_TD = make_moe(has_shared=has_shared, dtype=dtype)(torch.empty(0, 64, dtype=dtype), load)
+    layer = make_moe(has_shared=has_shared, dtype=dtype)
+    out_TD = layer(torch.empty(0, 64, dtype=dtype), SINGLE_RANK.step([0]), load)
     assert (out_TD.shape, out_TD.dtype) == ((0, 64), dtype)
     assert load.counts_LE.sum() == 0
 
@@ -130,7 +133,7 @@ def make_moe():
         shared = SharedExpertSpec(inner_size=24, has_gate=True) if has_shared else None
         router = RouterSpec(top_k=2)
         spec = MoESpec(num_experts=NUM_EXPERTS, inner_size=32, router=router, shared=shared)
-        layer = MoE(spec, 64, 0, dtype=dtype, device=CPU)
+        layer = MoE(spec, 64, 0, SINGLE_RANK, dtype=dtype, device=CPU)
         for index, weight in enumerate(layer.parameters()):
             torch.manual_seed(index)
             torch.nn.init.normal_(weight, std=0.2)
