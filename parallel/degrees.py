@@ -1,0 +1,125 @@
+"""From options and torchrun's environment to how many ranks there are, and which one this is. Pure.
+
+torchrun --nproc-per-node 4 ...         RANK, WORLD_SIZE ... -> RankSeat of each of 4 ranks
+--tensor-parallel-size, --data-...      + world size 4       -> Degrees(2, 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from moe_serve.errors import ConfigError
+
+_COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = "torchrun (--nproc-per-node x --nnodes)"
+
+
+class Degrees(NamedTuple):
+    """`data_size` lanes of `tensor_size` ranks each."""
+
+    tensor_size: int
+    data_size: int
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_size * self.data_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeat:
+    """The place that a launcher gave this process: among all, and among those of its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def resolve_degrees(
+    tensor_parallel_size: int | None, data_parallel_size: int, world_size: int | None
+) -> Degrees:
+    """`world_size`: ranks that a launcher started; None where we start them ourselves.
+
+    Raises `ConfigError` where the degrees do not use exactly the ranks that are there.
+    """
+    if world_size is None:
+        return Degrees(tensor_parallel_size or 1, data_parallel_size)
+    if tensor_parallel_size is None:
+        if world_size % data_parallel_size:
+            raise ConfigError(
+                f"--data-parallel-size {data_parallel_size} does not divide the {world_size} ranks "
+                f"that {_TORCHRUN} started; use a divisor: {_listed(_divisors(world_size))}"
+            )
+        return Degrees(world_size // data_parallel_size, data_parallel_size)
+    degrees = Degrees(tensor_parallel_size, data_parallel_size)
+    if degrees.world_size != world_size:
+        raise ConfigError(_wrong_product(degrees, world_size))
+    return degrees
+
+
+def read_seat(environment: Mapping[str, str]) -> RankSeat | None:
+    """What torchrun says of this process; None where no launcher started it.
+
+    An empty variable counts as unset. Raises `ConfigError` naming the variables where some are
+    missing, are no whole numbers, or contradict each other.
+    """
+    given = {name: environment[name] for name in _COUNTS if environment.get(name)}
+    if not given:
+        return None
+    missing = [name for name in _COUNTS + _RENDEZVOUS if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(given)} set without {', '.join(missing)}: start the ranks with torchrun, "
+            f"which sets all of them, or unset {', '.join(given)}"
+        )
+    numbers = {name: _number(environment, name) for name in (*_COUNTS, "MASTER_PORT")}
+    if not 0 < numbers["MASTER_PORT"] < 65536:
+        raise ConfigError(f"MASTER_PORT={numbers['MASTER_PORT']} must be between 1 and 65535")
+    seat = RankSeat(**{name.lower(): numbers[name] for name in _COUNTS})
+    _check_seat(seat)
+    return seat
+
+
+def _wrong_product(degrees: Degrees, world_size: int) -> str:
+    tensor_size, data_size = degrees
+    fixes = [f"start {degrees.world_size} ranks"]
+    if world_size % data_size == 0:
+        fixes.append(f"use --tensor-parallel-size {world_size // data_size}")
+    if world_size % tensor_size == 0:
+        fixes.append(f"use --data-parallel-size {world_size // tensor_size}")
+    return (
+        f"--tensor-parallel-size {tensor_size} x --data-parallel-size {data_size} takes "
+        f"{degrees.world_size} ranks, but {_TORCHRUN} started {world_size}; {', or '.join(fixes)}"
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name].strip()
+    # int() alone would also take 1_0 and digits of other scripts.
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name}={environment[name]!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _check_seat(seat: RankSeat) -> None:
+    below = (("rank", "world_size"), ("local_rank", "local_world_size"))
+    at_most = (("local_rank", "rank"), ("local_world_size", "world_size"))
+    for small, large in below + at_most:
+        is_strict = (small, large) in below
+        if getattr(seat, small) > getattr(seat, large) - is_strict:
+            raise ConfigError(
+                f"{small.upper()}={getattr(seat, small)} must be "
+                f"{'below' if is_strict else 'at most'} {large.upper()}={getattr(seat, large)}; "
+                "start the ranks with torchrun, which sets both"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
