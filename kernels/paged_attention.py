@@ -2,10 +2,10 @@
 
 The online-softmax scheme of FlashAttention (Dao et al., 2022) over key tiles at fixed positions:
 tile j holds positions [j * tile, (j + 1) * tile) of a sequence, whatever the chunk or the batch.
-Every product has one of two shapes, that of a decode row and that of a tile of prefill rows, and
-both give a row the same bits (checked once per shape, see `_decode_rows`). A tile that a row may
-not see leaves its state untouched. So a row's result depends on its query, its position and its
-keys alone: not on its company, on chunk borders, or on the lengths of others. All of it in fp32.
+Every product has one of a few numbers of rows, all of which give a row the same bits (checked once
+per shape, see `_row_counts`). A tile that a row may not see leaves its state untouched. So a row's
+result depends on its query, its position and its keys alone: not on its company, on chunk borders,
+on the lengths of others, or on how many heads share this rank. All of it in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from moe_serve.context import LayerKV, StepContext
 # h head_dim, B blocks, s slots of a block, K keys of one tile, M query rows of one product.
 
 KEY_TILE = 128
-QUERY_TILE = 64
+# Rows of the largest product: query tokens times the heads that share a kv head.
+QUERY_ROWS = 256
+_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128)
 # Finite, so that a row without visible keys so far never computes inf - inf.
 _NO_KEY_YET = -1e30
 
@@ -85,7 +87,7 @@ def _decode(
     num_sequences, num_heads, head_dim = q_SHh.shape
     num_kv_heads = kv.keys_BsNh.shape[2]
     group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
-    rows = _decode_rows(group, head_dim, tile, torch.get_num_threads())
+    rows = _rows_for(group, head_dim, tile)
     order = sorted(range(num_sequences), key=lambda i: -context.context_lens[i])
     lens = [context.context_lens[i] for i in order]
     order_S = torch.tensor(order, device=q_SHh.device)
@@ -122,7 +124,7 @@ def _prefill(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The chunk of one sequence, in tiles of QUERY_TILE tokens; T is the chunk's length here."""
+    """The chunk of one sequence, in tiles of up to QUERY_ROWS rows; T is its length here."""
     num_tokens, num_heads, head_dim = q_THh.shape
     num_kv_heads = kv.keys_BsNh.shape[2]
     group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
@@ -132,23 +134,26 @@ def _prefill(
     k_NKh, v_NKh = (x[0] for x in _gather(kv, table_SB, 0, span))
     v_NKh[:, length:] = 0.0
     out = torch.empty_like(q_THh)
-    for row in range(0, num_tokens, QUERY_TILE):
-        q = q_THh[row : row + QUERY_TILE].float() * scale
+    assert group <= QUERY_ROWS
+    step = QUERY_ROWS // group
+    for row in range(0, num_tokens, step):
+        q = q_THh[row : row + step].float() * scale
         count = q.shape[0]
-        q = F.pad(q, (0, 0, 0, 0, 0, QUERY_TILE - count)).unflatten(1, (num_kv_heads, group))
-        q_NMh = q.transpose(0, 1).reshape(num_kv_heads, QUERY_TILE * group, head_dim)
+        rows = _rows_for(count * group, head_dim, tile)
+        q_NMh = q.unflatten(1, (num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
+        q_NMh = F.pad(q_NMh, (0, 0, 0, rows - count * group))
         state = _State.fresh(q_NMh)
         position = length - num_tokens + row
-        positions_M = torch.arange(position, position + QUERY_TILE, device=q.device)
-        positions_M = positions_M.repeat_interleave(group)
+        # Padding rows take the positions that would come next.
+        positions_M = position + torch.arange(rows, device=q.device) // group
         first = 0 if window is None else max(0, position - window + 1) // tile * tile
         for start in range(first, position + count, tile):
             inside = start + tile <= position + 1 and window is None
             seen = None if inside else _seen(positions_M, start, tile, window)
             keys = slice(start, start + tile)
             state.add_tile(q_NMh, k_NKh[:, keys], v_NKh[:, keys], seen)
-        result = state.result().view(num_kv_heads, QUERY_TILE, group, head_dim)
-        out[row : row + count] = result.transpose(0, 1).flatten(1, 2)[:count].to(q_THh.dtype)
+        result = state.result()[:, : count * group].unflatten(1, (count, group))
+        out[row : row + count] = result.transpose(0, 1).flatten(1, 2).to(q_THh.dtype)
     return out
 
 
@@ -185,27 +190,32 @@ def _key_tile(block_size: int) -> int:
     return block_size * max(1, KEY_TILE // block_size)
 
 
-@functools.cache
-def _decode_rows(group: int, head_dim: int, tile: int, threads: int) -> int:
-    """Rows to pad a decode product to, so that a row gets the bits that prefill would give it.
+def _rows_for(num_rows: int, head_dim: int, tile: int) -> int:
+    """The least row count of a product that takes the rows."""
+    return next(
+        rows for rows in _row_counts(head_dim, tile, torch.get_num_threads()) if rows >= num_rows
+    )
 
-    BLAS may sum in another order for few rows. The least padding that agrees is found by trying,
-    on random data, alone and in company; the full prefill shape agrees by definition.
+
+@functools.cache
+def _row_counts(head_dim: int, tile: int, threads: int) -> tuple[int, ...]:
+    """Row counts that give a row the bits that QUERY_ROWS rows would, ascending; the last is that.
+
+    BLAS may sum in another order for few rows. Found by trying, on random data, alone and in
+    company.
     """
     rng = torch.Generator().manual_seed(0)
-    full = QUERY_TILE * group
-    q = torch.randn(3, full, head_dim, generator=rng)
+    q = torch.randn(3, QUERY_ROWS, head_dim, generator=rng)
     k = torch.randn(3, tile, head_dim, generator=rng)
     v = torch.randn(3, tile, head_dim, generator=rng)
-    weights = torch.rand(3, full, tile, generator=rng)
+    weights = torch.rand(3, QUERY_ROWS, tile, generator=rng)
     scores, values = torch.bmm(q, k.transpose(1, 2)), torch.bmm(weights, v)
-    candidates = [group, *(1 << power for power in range(1, 10))]
-    for rows in sorted({n for n in candidates if group <= n < full}):
-        agrees = all(
+
+    def agrees(rows: int) -> bool:
+        return all(
             torch.equal(torch.bmm(q[:b, :rows].contiguous(), k[:b].mT), scores[:b, :rows])
             and torch.equal(torch.bmm(weights[:b, :rows].contiguous(), v[:b]), values[:b, :rows])
             for b in (1, 3)
         )
-        if agrees:
-            return rows
-    return full
+
+    return (*(rows for rows in _ROW_COUNTS if agrees(rows)), QUERY_ROWS)
