@@ -23,7 +23,9 @@ class Request:
     computed:    [ 0 .. num_computed_tokens )            their K/V stand in `block_ids`
     to compute:                        [ num_computed_tokens .. num_tokens )
 
-    A preempted request keeps its tokens and loses its blocks: `num_computed_tokens` is 0 again.
+    A preempted request keeps its tokens and loses its blocks: `num_computed_tokens` is 0 again,
+    and `num_computed_before` tells how many of them had been computed at most.
+    `lane`: whose blocks these are; None while it waits, the last one when it has finished.
     `seed` is always set (drawn at arrival if the client gave none), so a preempted request
     goes on with the numbers it would have had. `max_tokens` is clamped to the context.
     """
@@ -40,7 +42,9 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     block_ids: list[int] = dataclasses.field(default_factory=list)
+    lane: int | None = None
     num_computed_tokens: int = 0
+    num_computed_before: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -73,6 +77,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Known tokens that are still to be computed."""
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def queue_key(self) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import secrets
 import time
@@ -10,10 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from moe_serve.block_manager import BlockManager
 from moe_serve.errors import ContextLengthError, LogitsError, RequestError
+from moe_serve.lane import Lane
+from moe_serve.lane_choice import choose_lane
 from moe_serve.messages import AddRequest, EngineStats, RequestUpdate
 from moe_serve.request import Request, RequestStatus
 from moe_serve.request_news import collect_prompt_logprobs, make_update
-from moe_serve.request_queue import RequestQueue, WaitingQueue
+from moe_serve.request_queue import WaitingQueue
 from moe_serve.step import Chunk, ChunkResult, StepPlan
 from moe_serve.stopping import find_ending
 
@@ -23,32 +24,39 @@ def random_seed() -> int:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill and preemption by recompute.
+    """Continuous batching with chunked prefill and preemption by recompute, over several lanes.
 
-        add -> waiting -> schedule: admitted -> running -> update: finished -> gone
-                  ^                                |
-                  +---------- preempted -----------+
+        add -> waiting -> schedule: admitted -> running in a lane -> update: finished -> gone
+                  ^                                  |
+                  +------------ preempted -----------+
+
+    Each lane has a pool of blocks and running requests of its own; those that wait, wait
+    together. A request gets a lane when it is admitted (`choose_lane`) and stays there until it
+    ends or is preempted; then it may come back in another one. The limits are those of a lane.
 
     One step is `schedule()`, the model, `update(plan, results)`. `add`, `abort` and `fail` may
     come before or after the model runs, but not while it still has to read the plan.
     Why nothing starves:
 
-    - At most min(max_num_seqs, max_num_batched_tokens) requests run at once, so every running
-      decode gets its token in every step, whatever the prompts want.
+    - At most min(max_num_seqs, max_num_batched_tokens) requests run at once in a lane, so every
+      running decode gets its token in every step, whatever the prompts want.
     - A request gets the blocks for all its known tokens when it is admitted. Only decodes grow.
-      One that finds no free block preempts the running request that is last in `queue_key` order,
-      perhaps itself, so the first one is never preempted by another; and alone it always fits,
-      since max_model_len is at most the size of the pool.
+      One that finds no free block preempts the running request of its lane that is last in
+      `queue_key` order, perhaps itself, so the first one of a lane is never preempted by another;
+      and alone in a lane it always fits, since max_model_len is at most the size of each pool.
     - A preempted request needs at least what it gave up, of which the older one has taken a part:
-      it cannot come back before another request ends or is preempted. Nothing is admitted in a
-      step with a preemption, and admission leaves as many blocks free as the running requests
-      take in a step on average, so that it does not cause the next preemption.
-    - Waiting requests are overtaken a bounded number of times (see `WaitingQueue`).
+      it cannot come back to that lane before another one there ends or is preempted. Going to
+      another lane it meets the same rule there. Nothing is admitted to a lane in a step in which
+      it preempts, and admission leaves as many blocks free as the running requests take in a step
+      on average, so that it does not cause the next preemption.
+    - Waiting requests are overtaken a bounded number of times (see `WaitingQueue`), whatever the
+      lanes: after that nothing behind them is admitted anywhere, so that the lanes run empty
+      until they fit into one.
     """
 
     def __init__(
         self,
-        block_manager: BlockManager,
+        block_managers: BlockManager | Sequence[BlockManager],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -57,20 +65,29 @@ class Scheduler:
         clock: Callable[[], float] = time.time,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
-        assert max_num_seqs > 0 and max_num_batched_tokens > 0
-        assert max_model_len <= block_manager.num_blocks * block_manager.block_size
-        self.block_manager = block_manager
+        """One block manager a lane; a single one stands for one lane."""
+        if isinstance(block_managers, BlockManager):
+            block_managers = [block_managers]
+        assert block_managers and max_num_seqs > 0 and max_num_batched_tokens > 0
+        for manager in block_managers:
+            assert max_model_len <= manager.num_blocks * manager.block_size
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._clock = clock
         self._seed_source = seed_source
+        self.lanes = tuple(
+            Lane(
+                index,
+                manager,
+                max_num_running=self.max_num_running,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+            for index, manager in enumerate(block_managers)
+        )
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
-        self._running = RequestQueue()
-        # Of preempted requests: how many tokens had been computed at most.
-        self._num_computed_before: dict[str, int] = {}
         self._num_arrivals = 0
         self._counters = EngineStats()
 
@@ -133,91 +150,58 @@ class Scheduler:
         return make_update(request, finish_reason="error", error=error)
 
     def _remove(self, request: Request) -> None:
-        queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
-        queue.remove(request)
+        if request.status is RequestStatus.RUNNING:
+            self._lane_of(request).remove(request)
+        else:
+            self._waiting.remove(request)
+            for lane in self.lanes:
+                lane.forget(request)
         request.status = RequestStatus.FINISHED
-        self.block_manager.release(request)
-        self._num_computed_before.pop(request.request_id, None)
         del self._requests[request.request_id]
+
+    def _lane_of(self, request: Request) -> Lane:
+        assert request.lane is not None, f"{request.request_id} has no lane"
+        return self.lanes[request.lane]
 
     def schedule(self) -> StepPlan | None:
         """What to compute now: decodes, then prompts begun, then new ones. None: nothing to do.
 
-        At most `max_num_batched_tokens` tokens, of `max_num_running` requests.
+        In each lane at most `max_num_batched_tokens` tokens, of `max_num_running` requests.
         """
-        num_preemptions = self._counters.num_preemptions
-        chunks = self._plan_decodes()
-        budget = self.max_num_batched_tokens - len(chunks)
-        for request in self._running:
-            if budget and _num_to_compute(request) > 1:
-                chunks.append(_next_chunk(request, budget))
-                budget -= chunks[-1].num_tokens
-        if self._counters.num_preemptions == num_preemptions:
-            chunks += self._plan_admissions(budget)
-        # The sort is stable: order of rank within the two kinds.
-        plan = StepPlan(chunks=tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)))
+        for lane in self.lanes:
+            for request in lane.plan_running():
+                self._waiting.add(request)
+                self._count(num_preemptions=self._counters.num_preemptions + 1)
+        while (newcomer := self._waiting.pop_first(self._fits)) is not None:
+            self._admit(newcomer)
+        plan = StepPlan.join([lane.take_chunks() for lane in self.lanes])
         self._count(num_scheduled_tokens=plan.num_tokens)
         return plan if plan.chunks else None
 
-    def _plan_decodes(self) -> list[Chunk]:
-        chunks = []
-        for request in list(self._running):
-            # One that comes later in the order may have been preempted meanwhile.
-            is_running = request.status is RequestStatus.RUNNING
-            if is_running and _num_to_compute(request) == 1 and self._grow(request):
-                chunks.append(_next_chunk(request, 1))
-        return chunks
-
-    def _grow(self, request: Request) -> bool:
-        """Get a slot for the newest token; False if the request was preempted instead."""
-        while not self.block_manager.can_append(request):
-            victim = self._running.last
-            self._preempt(victim)
-            if victim is request:
-                return False
-        self.block_manager.append(request)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        self._num_computed_before[request.request_id] = max(
-            request.num_computed_tokens, self._num_computed_before.get(request.request_id, 0)
-        )
-        self._running.remove(request)
-        self.block_manager.release(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.status = RequestStatus.WAITING
-        self._waiting.add(request)
-        self._count(num_preemptions=self._counters.num_preemptions + 1)
-
-    def _plan_admissions(self, budget: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        while budget and len(self._running) < self.max_num_running:
-            request = self._waiting.pop_first(self._fits)
-            if request is None:
-                break
-            self._admit(request)
-            chunks.append(_next_chunk(request, budget))
-            budget -= chunks[-1].num_tokens
-        return chunks
-
     def _fits(self, request: Request) -> bool:
-        num_spare_blocks = -(-len(self._running) // self.block_manager.block_size)
-        return self.block_manager.can_admit(request, num_spare_blocks)
+        return any(lane.can_admit(request) for lane in self.lanes)
 
     def _admit(self, request: Request) -> None:
-        num_cached = self.block_manager.admit(request)
-        request.status = RequestStatus.RUNNING
-        self._running.add(request)
+        lane = self._choose_lane(request)
+        for other in self.lanes:
+            if other is not lane:
+                other.forget(request)
+        num_cached = lane.admit(request)
         if request.num_preemptions:
             return
         request.scheduled_time = self._clock()
         request.num_cached_tokens = num_cached
-        if self.block_manager.can_use_prefix(request):
+        if lane.block_manager.can_use_prefix(request):
             self._count(
                 prefix_cache_queries=self._counters.prefix_cache_queries + request.num_tokens,
                 prefix_cache_hits=self._counters.prefix_cache_hits + num_cached,
             )
+
+    def _choose_lane(self, request: Request) -> Lane:
+        candidates = [lane for lane in self.lanes if lane.can_admit(request)]
+        if len(candidates) == 1:
+            return candidates[0]
+        return self.lanes[choose_lane([lane.offer(request) for lane in candidates])]
 
     def update(self, plan: StepPlan, results: Sequence[ChunkResult]) -> list[RequestUpdate]:
         """Apply the results, one for each chunk of the plan, in order; returns the news.
@@ -259,48 +243,37 @@ class Scheduler:
     def _advance(self, chunk: Chunk) -> None:
         request = chunk.request
         assert chunk.start == request.num_computed_tokens, f"{request.request_id}: stale plan"
-        num_before = self._num_computed_before.get(request.request_id, 0)
-        num_again = min(chunk.stop, num_before) - chunk.start
+        num_again = min(chunk.stop, request.num_computed_before) - chunk.start
         if num_again > 0:
             self._count(num_recomputed_tokens=self._counters.num_recomputed_tokens + num_again)
         request.num_computed_tokens = chunk.stop
-        self.block_manager.cache_computed(request)
+        self._lane_of(request).block_manager.cache_computed(request)
 
     def _count(self, **values: int) -> None:
         self._counters = dataclasses.replace(self._counters, **values)
 
+    @property
+    def _num_running(self) -> int:
+        return sum(len(lane.running) for lane in self.lanes)
+
     def stats(self) -> EngineStats:
+        managers = [lane.block_manager for lane in self.lanes]
+        num_free = sum(manager.num_free_blocks for manager in managers)
         return dataclasses.replace(
             self._counters,
-            num_running=len(self._running),
+            num_running=self._num_running,
             num_waiting=len(self._waiting),
-            kv_cache_usage=self.block_manager.usage,
+            kv_cache_usage=1 - num_free / sum(manager.num_blocks for manager in managers),
         )
 
     def check_integrity(self) -> None:
-        """Assert that each block is owned by exactly the running requests that list it."""
-        self.block_manager.check_integrity()
-        num_owners = collections.Counter[int]()
-        for request in self._running:
-            assert request.status is RequestStatus.RUNNING
-            assert len(set(request.block_ids)) == len(request.block_ids)
-            num_owners.update(request.block_ids)
-            self.block_manager.check_request(request)
+        """Assert that each request is in one place, and each block owned by those that list it."""
+        for lane in self.lanes:
+            lane.check_integrity()
         for request in self._waiting:
-            assert request.status is RequestStatus.WAITING
+            assert request.status is RequestStatus.WAITING and request.lane is None
             assert not request.block_ids and not request.num_computed_tokens
-        for block_id in range(self.block_manager.num_blocks):
-            assert self.block_manager.num_references(block_id) == num_owners[block_id]
-        queued = {request.request_id for queue in (self._running, self._waiting)
-                  for request in queue}  # fmt: skip
+        queues = [self._waiting, *(lane.running for lane in self.lanes)]
+        queued = {request.request_id for queue in queues for request in queue}
         assert queued == self._requests.keys()
-        assert len(self._running) + len(self._waiting) == len(self._requests)
-
-
-def _num_to_compute(request: Request) -> int:
-    return request.num_tokens - request.num_computed_tokens
-
-
-def _next_chunk(request: Request, budget: int) -> Chunk:
-    num_tokens = min(budget, _num_to_compute(request))
-    return Chunk(request=request, start=request.num_computed_tokens, num_tokens=num_tokens)
+        assert sum(map(len, queues)) == len(self._requests)

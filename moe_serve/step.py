@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from moe_serve.messages import TokenLogprobs
 from moe_serve.request import Request
@@ -35,13 +37,43 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Chunks of distinct requests. Those of one token come first, so that they run as one batch."""
+    """Chunks of distinct requests, lane by lane. Within a lane those of one token come first, so
+    that they run as one batch.
+
+    `num_tokens_of_lanes`: the counts of all lanes, 0 for one that idles; a lane's part of the plan
+    has them too, since lanes meet at the experts. Left out, there is one lane.
+    """
 
     chunks: tuple[Chunk, ...]
+    num_tokens_of_lanes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.num_tokens_of_lanes:
+            object.__setattr__(self, "num_tokens_of_lanes", (self.num_tokens,))
+
+    @classmethod
+    def join(cls, lanes: Sequence[Sequence[Chunk]]) -> StepPlan:
+        """The plan of all lanes, from the chunks of each."""
+        return cls(
+            chunks=tuple(itertools.chain(*lanes)),
+            num_tokens_of_lanes=tuple(
+                sum(chunk.num_tokens for chunk in chunks) for chunks in lanes
+            ),
+        )
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.num_tokens_of_lanes)
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def of_lane(self, lane: int) -> StepPlan:
+        """What the ranks of one lane compute, perhaps nothing."""
+        assert 0 <= lane < self.num_lanes
+        chunks = tuple(chunk for chunk in self.chunks if chunk.request.lane == lane)
+        return dataclasses.replace(self, chunks=chunks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def cached_contents(llm: LLM, ids: list[int]) -> dict[int, str]:
         request_id="probe", prompt_token_ids=[*ids, 0], sampling=PARAMS, max_tokens=1, seed=0
     )
     digests = {}
-    for block_id in llm.engine.scheduler.block_manager.find_prefix(request):
+    for block_id in llm.engine.scheduler.lanes[0].block_manager.find_prefix(request):
         parts = [
             tensor[block_id].numpy().tobytes()
             for kv in llm.engine.runner.pool
@@ -67,7 +67,7 @@ def test_a_small_pool_serves_many_prompts_and_the_first_again(random_model: Path
     with LLM(folder, num_threads=1, enable_prefix_caching=False) as llm:
         expected = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
     with LLM(folder, num_threads=1, num_kv_blocks=16, block_size=4) as llm:
-        manager = llm.engine.scheduler.block_manager
+        manager = llm.engine.scheduler.lanes[0].block_manager
         for number, ids in enumerate([*prompts, *prompts[:20]]):
             result = llm.generate([ids], params)[0].outputs[0]
             assert result.token_ids == expected[number % 60]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_serve.block_manager import BlockManager
+from moe_serve.lane import Lane
 from moe_serve.messages import AddRequest, RequestUpdate, TokenLogprobs
 from moe_serve.request import Request
 from moe_serve.sampling_params import SamplingParams
@@ -38,12 +39,14 @@ def expected_outputs(prompt, sampling: SamplingParams, max_model_len: int) -> li
 
 
 class FakeEngine:
-    """Runs plans on a paged memory in which a slot holds a digest of all tokens up to it."""
+    """Runs plans on a paged memory, one a lane, in which a slot holds a digest of all tokens up
+    to it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.manager = scheduler.block_manager
-        self.memory: dict[int, int] = {}
+        self.managers = [lane.block_manager for lane in scheduler.lanes]
+        # By (lane, slot).
+        self.memory: dict[tuple[int, int], int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list] = {}
         self.endings: dict[str, RequestUpdate] = {}
@@ -51,6 +54,12 @@ class FakeEngine:
         self.num_computed: dict[str, int] = {}
         self.num_preemptions: dict[str, int] = {}
         self.num_steps = 0
+
+    @property
+    def manager(self) -> BlockManager:
+        """That of the only lane."""
+        (manager,) = self.managers
+        return manager
 
     def add(self, request_id: str, prompt, *, priority: int = 0, **sampling) -> None:
         sampling.setdefault("ignore_eos", True)
@@ -71,12 +80,16 @@ class FakeEngine:
         return plan
 
     def plan(self) -> StepPlan | None:
-        num_preemptions = self.scheduler.stats().num_preemptions
-        running = [request.request_id for request in self.scheduler._running]
+        before = [
+            {request: request.num_preemptions for request in lane.running}
+            for lane in self.scheduler.lanes
+        ]
         plan = self.scheduler.schedule()
         self._check(plan)
-        if plan is not None and self.scheduler.stats().num_preemptions > num_preemptions:
-            assert {chunk.request.request_id for chunk in plan.chunks} <= set(running)
+        for lane, ran in zip(self.scheduler.lanes, before, strict=True):
+            stayed = {request for request, count in ran.items() if request.num_preemptions == count}
+            assert len(stayed) == len(ran) or stayed == set(lane.running), "admitted and preempted"
+            assert not ran or next(iter(ran)) in stayed, "the first was preempted"
         return plan
 
     def _check(self, plan: StepPlan | None) -> None:
@@ -84,12 +97,24 @@ class FakeEngine:
         assert (plan is not None) == self.scheduler.has_work
         if plan is None:
             return
-        assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert len(plan.chunks) <= self.scheduler.max_num_running
+        assert plan.num_tokens == sum(plan.num_tokens_of_lanes) > 0
         assert len({chunk.request.request_id for chunk in plan.chunks}) == len(plan.chunks)
-        assert all(chunk.num_tokens > 0 for chunk in plan.chunks)
-        is_long = [chunk.num_tokens > 1 for chunk in plan.chunks]
+        parts = [plan.of_lane(lane.index) for lane in self.scheduler.lanes]
+        assert plan.chunks == tuple(chunk for part in parts for chunk in part.chunks)
+        assert plan.num_tokens_of_lanes == tuple(part.num_tokens for part in parts)
+        for lane, part in zip(self.scheduler.lanes, parts, strict=True):
+            self._check_lane(lane, part)
+
+    def _check_lane(self, lane: Lane, part: StepPlan) -> None:
+        assert part.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(lane.running) <= self.scheduler.max_num_running
+        assert all(chunk.num_tokens > 0 for chunk in part.chunks)
+        is_long = [chunk.num_tokens > 1 for chunk in part.chunks]
         assert is_long == sorted(is_long)
+        computed = {chunk.request for chunk in part.chunks}
+        # All decodes, and the first of the lane whatever it is.
+        assert {request for request in lane.running if request.num_tokens_left == 1} <= computed
+        assert not lane.running or next(iter(lane.running)) in computed
 
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         self.num_steps += 1
@@ -147,11 +172,14 @@ class FakeEngine:
             if self.step() is None:
                 break
         assert not self.scheduler.has_work, "no end in sight"
-        assert self.manager.num_free_blocks == self.manager.num_blocks, "blocks leaked"
+        for manager in self.managers:
+            assert manager.num_free_blocks == manager.num_blocks, "blocks leaked"
+            assert not manager._chains, "notes on requests leaked"
 
-    def _slot(self, request: Request, position: int) -> int:
-        block, offset = divmod(position, self.manager.block_size)
-        return request.block_ids[block] * self.manager.block_size + offset
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        block_size = self.managers[request.lane].block_size
+        block, offset = divmod(position, block_size)
+        return request.lane, request.block_ids[block] * block_size + offset
 
     @staticmethod
     def _digests(request: Request, stop: int) -> list[int]:
@@ -166,16 +194,19 @@ def make_engine(
     num_blocks: int = 16,
     block_size: int = 4,
     *,
+    num_lanes: int = 1,
     enable_prefix_caching: bool = True,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 256,
     max_model_len: int | None = None,
     **options,
 ) -> FakeEngine:
-    manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+    managers = [
+        BlockManager(num_blocks, block_size, enable_prefix_caching) for _ in range(num_lanes)
+    ]
     return FakeEngine(
         Scheduler(
-            manager,
+            managers,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len or num_blocks * block_size,

@@ -20,16 +20,20 @@ from moe_serve.sampling_params import SamplingParams
 def machine_type(make_engine, expected_outputs):
     class SchedulerMachine(RuleBasedStateMachine):
         @initialize(
+            num_lanes=st.integers(1, 3),
             num_blocks=st.integers(2, 12),
             block_size=st.integers(1, 4),
             enable_prefix_caching=st.booleans(),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(1, 17),
         )
-        def start(self, num_blocks, block_size, enable_prefix_caching, max_num_seqs, budget):
+        def start(
+            self, num_lanes, num_blocks, block_size, enable_prefix_caching, max_num_seqs, budget
+        ):
             self.engine = make_engine(
                 num_blocks,
                 block_size,
+                num_lanes=num_lanes,
                 enable_prefix_caching=enable_prefix_caching,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
@@ -100,7 +104,7 @@ def machine_type(make_engine, expected_outputs):
             assert ended | set(scheduler.request_ids) == self.accepted.keys()
             assert not ended & set(scheduler.request_ids)
             if not scheduler.has_work:
-                assert self.engine.manager.num_free_blocks == self.engine.manager.num_blocks
+                assert scheduler.stats().kv_cache_usage == 0
 
         def teardown(self):
             if not hasattr(self, "engine"):
