@@ -21,19 +21,23 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    """Example, block_size 4: one chunk of positions 3..5 whose blocks are 7 and 2 writes to slots
+    """The plan of one lane; without chunks all tensors have length 0.
+
+    Example, block_size 4: one chunk of positions 3..5 whose blocks are 7 and 2 writes to slots
     7*4+3, 2*4+0 and 2*4+1.
     """
     chunks = plan.chunks
-    lengths = np.array([chunk.num_tokens for chunk in chunks])
-    starts = np.array([chunk.start for chunk in chunks])
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     tables_SB = _block_tables(chunks, block_size)
     query_starts = np.concatenate(([0], lengths.cumsum()))
     sequence_T = np.repeat(np.arange(len(chunks)), lengths)
     positions_T = np.arange(query_starts[-1]) - query_starts[sequence_T] + starts[sequence_T]
     slots_T = tables_SB[sequence_T, positions_T // block_size] * block_size
     slots_T += positions_T % block_size
-    ids = [chunk.request.tokens_between(chunk.start, chunk.stop) for chunk in chunks]
+    ids = itertools.chain.from_iterable(
+        chunk.request.tokens_between(chunk.start, chunk.stop) for chunk in chunks
+    )
     context = StepContext(
         positions_T=torch.from_numpy(positions_T).to(device),
         slots_T=torch.from_numpy(slots_T).to(device),
@@ -43,13 +47,14 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
         block_size=block_size,
     )
-    return Batch(token_ids_T=torch.tensor([*itertools.chain(*ids)], device=device), context=context)
+    token_ids_T = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    return Batch(token_ids_T=token_ids_T, context=context)
 
 
 def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> np.ndarray:
     """[S, B] int64: the blocks that hold each sequence up to its chunk's end, padded with 0."""
     counts = [-(-chunk.stop // block_size) for chunk in chunks]
-    tables_SB = np.zeros((len(chunks), max(counts)), dtype=np.int64)
+    tables_SB = np.zeros((len(chunks), max(counts, default=0)), dtype=np.int64)
     for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
         tables_SB[row, :count] = chunk.request.block_ids[:count]
     return tables_SB

@@ -63,12 +63,12 @@ class FakeEngine:
 
     def add(self, request_id: str, prompt, *, priority: int = 0, **sampling) -> None:
         sampling.setdefault("ignore_eos", True)
-        params = SamplingParams(temperature=0.0, **sampling)
+        sampling.setdefault("temperature", 0.0)
         self.scheduler.add(
             AddRequest(
                 request_id=request_id,
                 prompt_token_ids=list(prompt),
-                sampling=params,
+                sampling=SamplingParams(**sampling),
                 priority=priority,
             )
         )
