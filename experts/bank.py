@@ -8,11 +8,16 @@ from torch import Tensor, nn
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.silu_mul import gated_activation
 
-# Shapes: R rows sorted by expert, E experts, D model, F expert inner, G = 2F (gate rows first).
+# Shapes: R rows sorted by expert, E experts of this rank, D model, F expert inner, G = 2F (gate
+# rows first). A rank may hold a part of F only, and another part of it in the down projection.
 
 
 class ExpertBank(nn.Module):
-    """`gate_up_EGD` [E, 2F, D] and `down_EDF` [E, D, F]: each expert's weights stand together."""
+    """`gate_up_EGD` [E, 2F, D] and `down_EDF` [E, D, F]: each expert's weights stand together.
+
+    `num_experts` of this rank, perhaps 0. `inner_size`: rows of each expert's gate, and of its up
+    projection. `down_inner_size`: columns of its down projection, where these are not as many.
+    """
 
     def __init__(
         self,
@@ -22,18 +27,31 @@ class ExpertBank(nn.Module):
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
+        down_inner_size: int | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.activation = activation
+        self.inner_size = inner_size
+        self.down_inner_size = inner_size if down_inner_size is None else down_inner_size
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
         self.gate_up_EGD = empty(num_experts, 2 * inner_size, hidden_size)
-        self.down_EDF = empty(num_experts, hidden_size, inner_size)
+        self.down_EDF = empty(num_experts, hidden_size, self.down_inner_size)
+
+    def activate(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
+        """Each row through its expert's gate and up -> [R, inner_size]."""
+        return gated_activation(grouped_gemm(rows_RD, self.gate_up_EGD, counts), self.activation)
+
+    def project(self, acts_RF: Tensor, counts: list[int]) -> Tensor:
+        """[R, down_inner_size] through each row's down projection -> [R, D]."""
+        return grouped_gemm(acts_RF, self.down_EDF, counts)
 
     def forward(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
-        """Each row through its expert -> [R, D]. `counts`: rows per expert, in order."""
-        gate_up_RG = grouped_gemm(rows_RD, self.gate_up_EGD, counts)
-        return grouped_gemm(gated_activation(gate_up_RG, self.activation), self.down_EDF, counts)
+        """Each row through its expert -> [R, D]. `counts`: rows per expert, in order.
+
+        Where the rank holds a part of the inner size, so is the result a part of the sum.
+        """
+        return self.project(self.activate(rows_RD, counts), counts)

@@ -1,0 +1,42 @@
+"""The dispatcher of a single rank, and the oracle for those that cross ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from moe_serve.kernels.permute import permute
+from moe_serve.routing.dispatch import Dispatched, weigh_rows
+from moe_serve.routing.router import Routing
+
+# Shapes: T tokens, D model, K top-k, E experts, R = T * K rows sorted by expert.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LocallyDispatched(Dispatched):
+    inverse_R: Tensor
+    weights_TK: Tensor
+
+
+class LocalDispatcher:
+    """All experts live here, in order, or at `index_of_E` of the bank."""
+
+    def __init__(self, num_experts: int, index_of_E: Tensor | None = None) -> None:
+        self.num_experts = num_experts
+        self.index_of_E = index_of_E
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> LocallyDispatched:
+        ids_TK = routing.ids_TK
+        index_TK = ids_TK if self.index_of_E is None else self.index_of_E[ids_TK]
+        permutation = permute(index_TK, self.num_experts)
+        return LocallyDispatched(
+            rows_RD=x_TD.index_select(0, permutation.order_R // ids_TK.shape[1]),
+            # sync: the expert loop needs its row counts on the host.
+            counts=permutation.counts_E.tolist(),
+            inverse_R=permutation.inverse_R,
+            weights_TK=routing.weights_TK,
+        )
+
+    def combine(self, rows_RD: Tensor, dispatched: LocallyDispatched) -> Tensor:
+        return weigh_rows(rows_RD, dispatched.inverse_R, dispatched.weights_TK)
