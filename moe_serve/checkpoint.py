@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_serve.errors import CheckpointError
+from moe_serve.parallel.shard import Span
 
 INDEX_NAME = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -35,8 +36,12 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     @property
+    def itemsize(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +72,29 @@ class Checkpoint:
                 tensors[name] = info
         return cls(folder=folder, tensors=tensors)
 
-    def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each named tensor once, file by file. They lie in the mapped file: copy, don't keep."""
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    def read(
+        self, parts: Mapping[str, Sequence[tuple[Span, ...]]]
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, index, part `index` of that tensor) for each part asked for, file by file.
+
+        A part is a range per dimension; only its bytes are touched. Tensors lie in the mapped
+        file: copy, don't keep.
+        """
         by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for name in parts:
+            if parts[name]:
+                by_file.setdefault(self.tensors[name].file, []).append(name)
         for file in sorted(by_file):
             with _open(file) as shard:
                 for name in by_file[file]:
-                    yield name, shard.get_tensor(name)
+                    tensor = shard.get_slice(name)
+                    for index, part in enumerate(parts[name]):
+                        yield name, index, tensor[tuple(slice(*span) for span in part)]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

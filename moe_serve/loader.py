@@ -1,11 +1,15 @@
-"""Fill a decoder from a checkpoint: all checks first, then memory, then one pass over the files."""
+"""Fill a rank's decoder from a checkpoint: all checks, then memory, then one pass over the files.
+
+A rank reads the parts that it holds and nothing else; what it leaves out is checked all the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,21 @@ from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint
 from moe_serve.config import DTypeName
 from moe_serve.errors import CheckpointError
 from moe_serve.models.decoder import Decoder
+from moe_serve.models.fit import check_deterministic, check_fit
 from moe_serve.models.names import CheckpointNames
 from moe_serve.models.reading import HFConfig
 from moe_serve.models.registry import find_family
-from moe_serve.models.slots import Slot, decoder_slots
+from moe_serve.models.shard import WHOLE_MODEL, ModelShard
+from moe_serve.models.slots import Shape, Slot, Source
+from moe_serve.models.sources import decoder_sources
 from moe_serve.models.spec import DecoderSpec
+from moe_serve.parallel.shard import Span
+from moe_serve.ranks import SINGLE_RANK, Ranks
 
-# Tensor name -> the slot that it fills.
-Plan = dict[str, Slot]
+logger = logging.getLogger(__name__)
+
+# Tensor name -> what this rank takes of it.
+Plan = dict[str, Source]
 
 _DTYPES = {
     "float32": torch.float32,
@@ -44,22 +55,30 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     show_progress: bool,
+    ranks: Ranks = SINGLE_RANK,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """A decoder with all weights set, in `dtype` on `device` (routers stay fp32).
+    """This rank's decoder with all weights set, in `dtype` on `device` (routers stay fp32).
 
-    Whatever is wrong with the folder raises `CheckpointError` before the model's memory is taken.
-    The bar shows on a terminal only.
+    Degrees that do not fit the model raise `ConfigError`, and whatever is wrong with the folder
+    `CheckpointError`, before the model's memory is taken. `on_progress(read, total)` is told the
+    bytes read so far and all that this rank reads, instead of a bar; the bar shows on a terminal
+    only.
     """
     refuse_quantised(hf_config)
     family = find_family(hf_config.architectures)
     spec = family.spec(hf_config)
+    check_fit(spec, ranks.layout)
+    check_deterministic(ranks.layout, device.type)
     checkpoint = Checkpoint.open(folder)
-    plan = make_plan(spec, family.names, checkpoint)
-    check_coverage(plan, Decoder(spec, dtype, torch.device("meta")))
-    decoder = Decoder(spec, dtype, device)
-    total = sum(checkpoint.tensors[name].num_bytes for name in plan)
-    with _progress(total, is_shown=show_progress) as advance:
-        fill(decoder, checkpoint, plan, advance)
+    plan = make_plan(spec, family.names, checkpoint, ranks.shard)
+    check_coverage(plan, parameter_shapes(Decoder(spec, dtype, torch.device("meta"), ranks)))
+    decoder = Decoder(spec, dtype, device, ranks)
+    total = num_bytes_to_read(plan, checkpoint)
+    with _progress(total, show_bar=show_progress, on_progress=on_progress) as advance:
+        fill(dict(decoder.named_parameters()), checkpoint, plan, advance)
+    if ranks.layout.world_size > 1:
+        logger.info("read %s of the checkpoint's %s", _size(total), _size(checkpoint.num_bytes))
     return decoder.eval()
 
 
@@ -87,58 +106,88 @@ def refuse_quantised(hf_config: HFConfig) -> None:
     )
 
 
-def make_plan(spec: DecoderSpec, names: CheckpointNames, checkpoint: Checkpoint) -> Plan:
-    """Give each slot its tensor. Raises `CheckpointError` for tensors missing, unknown or unfit."""
+def make_plan(
+    spec: DecoderSpec,
+    names: CheckpointNames,
+    checkpoint: Checkpoint,
+    shard: ModelShard = WHOLE_MODEL,
+) -> Plan:
+    """What this rank takes of each tensor; all are there, whether it takes from them or not.
+
+    Raises `CheckpointError` for tensors missing, unknown or unfit.
+    """
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     plan: Plan = {}
     missing = []
-    for slot in decoder_slots(spec, names, shapes):
-        name = next((name for name in slot.names if name in shapes), None)
+    for source in decoder_sources(spec, names, shapes, shard):
+        name = next((name for name in source.names if name in shapes), None)
         if name is None:
-            missing.append(slot.names[0])
+            missing.append(source.names[0])
         else:
-            plan[name] = slot
+            plan[name] = source
     _refuse_missing(checkpoint, missing)
     _refuse_unknown(checkpoint, plan, spec)
-    for name, slot in plan.items():
-        _check_tensor(checkpoint, name, slot)
+    for name, source in plan.items():
+        _check_tensor(checkpoint, name, source.shape)
     return plan
 
 
-def check_coverage(plan: Plan, decoder: Decoder) -> None:
-    """Every row of every parameter belongs to exactly one slot: none stays unset."""
-    runs: dict[str, list[tuple[int, int]]] = {}
-    parameters = dict(decoder.named_parameters())
-    for slot in plan.values():
-        num_rows = math.prod(slot.shape) // _as_rows(parameters[slot.parameter]).shape[1]
-        runs.setdefault(slot.parameter, []).append((slot.first_row, num_rows))
-    for name, parameter in parameters.items():
+def parameter_shapes(decoder: Decoder) -> dict[str, Shape]:
+    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+def check_coverage(plan: Plan, shapes: Mapping[str, Shape]) -> None:
+    """Every row of every parameter (its shape by name) is filled once, in full width."""
+    runs: dict[str, list[Span]] = {}
+    for source in plan.values():
+        for slot in source.slots:
+            runs.setdefault(slot.parameter, []).extend(_rows(slot, shapes[slot.parameter]))
+    for name, shape in shapes.items():
         row = 0
-        for first_row, num_rows in sorted(runs.get(name, [])):
-            assert first_row == row, f"{name}: rows {row} to {first_row} are unset or set twice"
-            row += num_rows
-        assert row == len(_as_rows(parameter)), f"{name}: rows from {row} on stay unset"
+        for run in sorted(runs.get(name, [])):
+            assert run.start == row, f"{name}: rows {row} to {run.start} are unset or set twice"
+            row = run.stop
+        assert row == math.prod(shape[: max(1, len(shape) - 1)]), f"{name}: unset from row {row} on"
+
+
+def num_bytes_to_read(plan: Plan, checkpoint: Checkpoint) -> int:
+    return sum(
+        slot.num_elements * checkpoint.tensors[name].itemsize
+        for name, source in plan.items()
+        for slot in source.slots
+    )
 
 
 def fill(
-    decoder: Decoder,
+    parameters: Mapping[str, Tensor],
     checkpoint: Checkpoint,
     plan: Plan,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Copy each planned tensor into its rows, converting the dtype on the way."""
-    parameters = dict(decoder.named_parameters())
-    for name, tensor in checkpoint.read(plan):
-        slot = plan[name]
-        source = tensor.mT if slot.is_transposed else tensor
-        rows = _as_rows(parameters[slot.parameter].data)
-        num_rows = source.numel() // rows.shape[1]
-        rows[slot.first_row : slot.first_row + num_rows].view(source.shape).copy_(source)
-        advance(checkpoint.tensors[name].num_bytes)
+    """Copy each planned part into its place, converting the dtype on the way."""
+    parts = {name: [slot.part for slot in source.slots] for name, source in plan.items()}
+    for name, index, part in checkpoint.read(parts):
+        slot = plan[name].slots[index]
+        target = parameters[slot.parameter]
+        for dim, span in enumerate(slot.place):
+            target = target.narrow(dim, span.start, span.size)
+        target.view(slot.shape).copy_(part.mT if slot.is_transposed else part)
+        advance(part.nbytes)
 
 
-def _as_rows(parameter: Tensor) -> Tensor:
-    return parameter[:, None] if parameter.dim() == 1 else parameter.flatten(0, -2)
+def _rows(slot: Slot, shape: Shape) -> list[Span]:
+    """Rows that a slot fills, of the parameter as a matrix: all its dimensions but the last are one
+    (a vector is a matrix with one column).
+    """
+    filled = (*(span.size for span in slot.place), *shape[len(slot.place) :])
+    # One expert's matrix may come without the dimension of experts.
+    assert filled in (slot.shape, (1, *slot.shape)), f"{slot} does not fill {slot.parameter}"
+    if len(slot.place) == 1:
+        return list(slot.place)
+    experts, rows = slot.place
+    assert rows.stop <= shape[1], f"{slot} reaches beyond its experts"
+    firsts = [expert * shape[1] for expert in range(*experts)]
+    return [Span(first + rows.start, first + rows.stop) for first in firsts]
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
@@ -167,11 +216,11 @@ def _refuse_unknown(checkpoint: Checkpoint, plan: Plan, spec: DecoderSpec) -> No
         )
 
 
-def _check_tensor(checkpoint: Checkpoint, name: str, slot: Slot) -> None:
+def _check_tensor(checkpoint: Checkpoint, name: str, shape: Shape) -> None:
     info = checkpoint.tensors[name]
-    if info.shape != slot.shape:
+    if info.shape != shape:
         raise CheckpointError(
-            f"{checkpoint.folder}: tensor {name} must have shape {list(slot.shape)} by "
+            f"{checkpoint.folder}: tensor {name} must have shape {list(shape)} by "
             f"config.json, found {list(info.shape)} in {info.file.name}"
         )
     if info.dtype not in FLOAT_DTYPES:
@@ -187,9 +236,15 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
 @contextlib.contextmanager
-def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar over bytes on stderr, gone when done -> what to call with each tensor's bytes."""
+def _progress(
+    total: int, *, show_bar: bool, on_progress: Callable[[int, int], None] | None
+) -> Iterator[Callable[[int], None]]:
+    """What to call with each part's bytes: it moves a bar on stderr, or tells `on_progress`."""
     console = Console(stderr=True)
     columns: tuple[Any, ...] = (
         TextColumn("Loading weights"),
@@ -197,7 +252,14 @@ def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    is_shown = is_shown and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+    is_off = on_progress is not None or not (show_bar and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
         task = bar.add_task("", total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+        def advance(num_bytes: int) -> None:
+            bar.advance(task, num_bytes)
+            if on_progress is not None:
+                on_progress(int(bar.tasks[task].completed), total)
+
+        advance(0)
+        yield advance

@@ -37,9 +37,9 @@ def refuses(monkeypatch):
 
 
 class MetaOnlyDecoder(Decoder):
-    def __init__(self, spec, dtype, device) -> None:
+    def __init__(self, spec, dtype, device, ranks) -> None:
         assert device.type == "meta", "memory was taken before all was checked"
-        super().__init__(spec, dtype, device)
+        super().__init__(spec, dtype, device, ranks)
 
 
 def shards(tiny) -> list[Path]:
