@@ -55,8 +55,8 @@ class TensorParallelExperts:
         """
         rows = self._gather(x_TD, routing, bank.num_experts, capacity)
         if self.deterministic:
-            return self._project_at_home(rows, routing, bank, capacity)
-        return self._add_parts(rows, bank, capacity)[: x_TD.shape[0]].to(x_TD.dtype)
+            return self._project_at_home(rows, routing, bank)
+        return self._add_parts(rows, bank)[: x_TD.shape[0]].to(x_TD.dtype)
 
     def _gather(self, x_TD: Tensor, routing: Routing, num_experts: int, capacity: int) -> _LaneRows:
         num_tokens, top_k = routing.ids_TK.shape
@@ -77,15 +77,13 @@ class TensorParallelExperts:
         rows_RD = x_ND.index_select(0, order_R // top_k)
         return _LaneRows(rows_RD, counts, order_R, ids_NK.numel(), weights_NK)
 
-    def _add_parts(self, rows: _LaneRows, bank: ExpertBank, capacity: int) -> Tensor:
+    def _add_parts(self, rows: _LaneRows, bank: ExpertBank) -> Tensor:
         """[C, D] in fp32: this rank's tokens, with padding."""
-        num_tokens, top_k = rows.weights_NK.shape
-        parts_NKD = rows.unsort(bank(rows.rows_RD, rows.counts)).view(num_tokens, top_k, -1)
+        parts = rows.unsort(bank(rows.rows_RD, rows.counts))
+        parts_NKD = parts.view(*rows.weights_NK.shape, parts.shape[1])
         return self.lane.reduce_scatter(weigh_slots(parts_NKD, rows.weights_NK))
 
-    def _project_at_home(
-        self, rows: _LaneRows, routing: Routing, bank: ExpertBank, capacity: int
-    ) -> Tensor:
+    def _project_at_home(self, rows: _LaneRows, routing: Routing, bank: ExpertBank) -> Tensor:
         acts = rows.unsort(bank.activate(rows.rows_RD, rows.counts))
         num_own, home_slots = routing.ids_TK.numel(), rows.num_slots // self.lane.size
         acts = self._exchange_columns(acts, home_slots, bank.down_inner_size)[:num_own]

@@ -1,0 +1,184 @@
+"""The routed experts over ranks against the same experts on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.experts.bank import ExpertBank
+from moe_serve.experts.layer import ExpertPath, make_expert_path, moe_experts
+from moe_serve.experts.load import ExpertLoad
+from moe_serve.experts.placement import Placement
+from moe_serve.models.shard import ModelShard
+from moe_serve.parallel.group import RankGroup
+from moe_serve.parallel.layout import RankLayout
+from moe_serve.parallel.shard import Span
+from moe_serve.routing.backends import Backend
+from moe_serve.routing.router import Routing
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.dist
+
+# Shapes: T tokens of a rank, D model, K top-k, E experts, F expert inner, G = 2F.
+
+NUM_EXPERTS, TOP_K, HIDDEN = 7, 3, 40
+CPU = torch.device("cpu")
+TOKENS = (17, 0, 1, 7)
+UNEVEN = ((6, 0), (), (5,), (1, 2, 3, 4))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rank r has tokens r, r + S, ... of S * `stride`, as many as `num_tokens[r]`."""
+
+    num_tokens: tuple[int, ...] = TOKENS
+    dtype: str = "float32"
+    inner: int = 130
+    backend: Backend = "auto"
+    placement: tuple[tuple[int, ...], ...] | None = None
+    deterministic: bool = False
+    owners: tuple[int, ...] = (0, 1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One rank's results, those of a single rank for the same tokens, and the load it counted."""
+
+    y_TD: Tensor
+    expected_TD: Tensor
+    load_E: Tensor
+
+
+def whole_bank(case: Case) -> ExpertBank:
+    bank = ExpertBank(NUM_EXPERTS, HIDDEN, case.inner, "silu", getattr(torch, case.dtype), CPU)
+    rng = torch.Generator().manual_seed(0)
+    for parameter in bank.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=rng) * parameter.shape[2] ** -0.5)
+    return bank
+
+
+def part_of(bank: ExpertBank, experts: tuple[int, ...], rows: Span, columns: Span) -> ExpertBank:
+    own = ExpertBank(
+        len(experts), HIDDEN, rows.size, "silu", bank.down_EDF.dtype, CPU, columns.size
+    )
+    gate, up = bank.gate_up_EGD[list(experts)].chunk(2, dim=1)
+    halves = gate[:, rows.start : rows.stop], up[:, rows.start : rows.stop]
+    own.gate_up_EGD.copy_(torch.cat(halves, dim=1))
+    own.down_EDF.copy_(bank.down_EDF[list(experts), :, columns.start : columns.stop])
+    return own
+
+
+def own_path(group: RankGroup, case: Case, bank: ExpertBank) -> tuple[ExpertPath, ExpertBank]:
+    layout = RankLayout(
+        rank=group.rank,
+        tensor_size=group.size,
+        expert_parallel=case.placement is not None,
+        deterministic=case.deterministic,
+    )
+    shard = ModelShard(layout=layout)
+    placement = Placement(case.placement) if case.placement else shard.placement(NUM_EXPERTS)
+    experts = placement.experts[group.rank] if case.placement else shard.experts(NUM_EXPERTS)
+    rows, columns = shard.expert_inner(case.inner), shard.expert_down_columns(case.inner)
+    path = make_expert_path(layout, group, placement, case.backend, CPU)
+    return path, part_of(bank, experts, rows, columns)
+
+
+def tokens_of(case: Case, owner: int) -> tuple[Tensor, Routing]:
+    """Skewed: half of all tokens want expert 2 first."""
+    num_tokens = case.num_tokens[owner]
+    rng = torch.Generator().manual_seed(owner)
+    x_TD = torch.randn(99, HIDDEN, generator=rng)[:num_tokens].to(getattr(torch, case.dtype))
+    scores_TE = torch.rand(99, NUM_EXPERTS, generator=rng)[:num_tokens]
+    scores_TE[::2, 2] += 1
+    weights_TK = torch.rand(99, TOP_K, generator=rng)[:num_tokens]
+    return x_TD, Routing(scores_TE.topk(TOP_K).indices, weights_TK)
+
+
+def run_case(group: RankGroup, case: Case) -> Outcome:
+    """On each rank."""
+    bank = whole_bank(case)
+    path, own_bank = own_path(group, case, bank)
+    x_TD, routing = tokens_of(case, case.owners[group.rank])
+    load = ExpertLoad(1, NUM_EXPERTS, CPU)
+    load.count(0, routing.ids_TK)
+    return Outcome(
+        y_TD=path.run(x_TD, routing, own_bank, max(case.num_tokens)),
+        expected_TD=moe_experts(x_TD, routing, bank),
+        load_E=load.counts_LE[0],
+    )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def run(pool: RankPool, case: Case, size: int = 4) -> list[Outcome]:
+    outcomes: list[Outcome] = pool.run(run_case, case, size=size, deadline=20)
+    load = sum(int(outcome.load_E.sum()) for outcome in outcomes)
+    assert load == TOP_K * sum(case.num_tokens[owner] for owner in case.owners[:size])
+    for outcome in outcomes:
+        assert outcome.y_TD.dtype == outcome.expected_TD.dtype
+    return outcomes
+
+
+def assert_equal(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert torch.equal(outcome.y_TD, outcome.expected_TD)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", get_args(Backend))
+@pytest.mark.parametrize("placement", ["linear", "round_robin", "uneven"])
+def test_whole_experts_on_any_rank_give_the_bits_of_one(
+    pool: RankPool, placement: str, backend: Backend, dtype: str
+) -> None:
+    experts = UNEVEN if placement == "uneven" else None
+    experts = experts or Placement.make(NUM_EXPERTS, 4, placement).experts
+    assert_equal(run(pool, Case(placement=experts, backend=backend, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_activations_exchanged_give_the_bits_of_one_rank(
+    pool: RankPool, size: int, dtype: str
+) -> None:
+    assert_equal(run(pool, Case(deterministic=True, dtype=dtype), size))
+
+
+@pytest.mark.parametrize("inner", [130, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_parts_added_are_the_whole_sum(pool: RankPool, size: int, inner: int) -> None:
+    for outcome in run(pool, Case(inner=inner), size):
+        torch.testing.assert_close(outcome.y_TD, outcome.expected_TD, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_added_are_the_whole_sum_in_bf16(pool: RankPool) -> None:
+    for outcome in run(pool, Case(dtype="bfloat16")):
+        torch.testing.assert_close(outcome.y_TD, outcome.expected_TD, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_tokens_bits_do_not_depend_on_the_others_or_on_its_home(
+    pool: RankPool, deterministic: bool, dtype: str
+) -> None:
+    case = Case(deterministic=deterministic, dtype=dtype)
+    usual = [outcome.y_TD for outcome in run(pool, case)]
+    moved = dataclasses.replace(case, owners=(3, 2, 1, 0))
+    for y_TD, outcome in zip(reversed(usual), run(pool, moved), strict=True):
+        assert torch.equal(outcome.y_TD, y_TD)
+    fewer = dataclasses.replace(case, num_tokens=(1, 0, 0, 3))
+    for y_TD, outcome in zip(usual, run(pool, fewer), strict=True):
+        assert torch.equal(outcome.y_TD, y_TD[: len(outcome.y_TD)])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_lane_without_tokens(pool: RankPool, deterministic: bool) -> None:
+    assert_equal(run(pool, Case(num_tokens=(0, 0, 0, 0), deterministic=deterministic)))
