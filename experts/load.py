@@ -11,7 +11,8 @@ from torch import Tensor
 class ExpertLoad:
     """Counts per MoE layer and logical expert since the start: `counts_LE`, int64.
 
-    Every routed token is counted once: each row sums to tokens x top_k.
+    Every routed token is counted once, by the rank that routes it: over all ranks, each row sums to
+    tokens x top_k.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
@@ -21,3 +22,7 @@ class ExpertLoad:
         self.counts_LE[layer_index] += torch.bincount(
             ids_TK.flatten(), minlength=self.counts_LE.shape[1]
         )
+
+    def to_list(self) -> list[list[int]]:
+        counts: list[list[int]] = self.counts_LE.tolist()
+        return counts

@@ -45,6 +45,20 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
     return out_TN
 
 
+def columns_agree(
+    columns_n: Tensor, num_columns: int, in_features: int, dtype: torch.dtype
+) -> bool:
+    """Whether a weight of these columns alone gives the bits that the weight of all of them would.
+
+    Ranks that each hold a part of a weight's columns then compute what one rank would. Tried on
+    this machine's CPU, with the current number of threads.
+    """
+    x, weight = _cancelling(BASE, torch.empty(num_columns, in_features, dtype=dtype))
+    return torch.equal(
+        F.linear(x, weight[columns_n].contiguous()), F.linear(x, weight)[:, columns_n]
+    )
+
+
 def _padded(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) -> Tensor:
     """One call of `tile` rows, of which the first T are wanted."""
     num_rows = x_TD.shape[0]

@@ -14,14 +14,34 @@ def banner(version: str, model_name: str, info: EngineReady, url: str) -> str:
     lines = {
         "model": f"{model_name} ({info.architecture}), {_count(info.num_parameters)} parameters, "
         f"{_count(info.num_active_parameters)} active per token",
-        "compute": f"{info.device}, {info.dtype}, {info.num_threads} threads",
-        "KV pool": f"{info.num_kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks of "
-        f"{info.block_size} ({info.kv_cache_bytes / 2**20:,.0f} MiB); "
+        "compute": f"{info.device}, {info.dtype}, {info.num_threads} threads{_each(info)}",
+        **_ranks(info),
+        "KV pool": f"{_lanes(info)}{info.num_kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks "
+        f"of {info.block_size} ({info.kv_cache_bytes / 2**20:,.0f} MiB); "
         f"context {info.max_model_len:,}",
         "ready": f"{url} (loaded in {info.load_seconds:.1f} s)",
         "try": curl,
     }
     return "\n".join([f"moe_serve {version}", *(f"  {k:<8} {v}" for k, v in lines.items())])
+
+
+def _ranks(info: EngineReady) -> dict[str, str]:
+    """A line where there is more than one."""
+    if info.num_ranks == 1:
+        return {}
+    split = f"{info.data_parallel_size} x {info.tensor_parallel_size} (lanes x tensor-parallel)"
+    experts = f"spread over {info.expert_parallel_size}"
+    if info.expert_parallel_size == 1:
+        experts = "split within a lane" if info.tensor_parallel_size > 1 else "whole in each lane"
+    return {"ranks": f"{info.num_ranks} = {split}, experts {experts}"}
+
+
+def _each(info: EngineReady) -> str:
+    return " a rank" if info.num_ranks > 1 else ""
+
+
+def _lanes(info: EngineReady) -> str:
+    return f"{info.data_parallel_size} lanes of " if info.data_parallel_size > 1 else ""
 
 
 def _count(number: int) -> str:

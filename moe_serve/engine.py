@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from moe_serve.errors import RequestError
+from moe_serve.executor import Executor
 from moe_serve.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, RequestUpdate
-from moe_serve.model_runner import ModelRunner
 from moe_serve.sampling_params import check_token_ids
 from moe_serve.scheduler import Scheduler
 
@@ -15,9 +15,9 @@ class Engine:
     """Not thread-safe: one loop adds, aborts and steps. Made by `engine_loader.load_engine`."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, info: EngineReady, max_logprobs: int
+        self, executor: Executor, scheduler: Scheduler, info: EngineReady, max_logprobs: int
     ) -> None:
-        self.runner = runner
+        self.executor = executor
         self.scheduler = scheduler
         self.info = info
         self.max_logprobs = max_logprobs
@@ -51,11 +51,15 @@ class Engine:
         plan = self.scheduler.schedule()
         updates: list[RequestUpdate] = []
         if plan is not None:
-            outcome = self.runner.run(plan)
+            outcome = self.executor.run(plan)
             for request_id, error in outcome.failures.items():
                 updates.append(self.scheduler.fail(request_id, error))
             updates += self.scheduler.update(plan, outcome.results)
         return EngineOutputs(updates=updates, stats=self.stats)
+
+    def close(self) -> None:
+        """End the other ranks, if any."""
+        self.executor.close()
 
     def refusal(self, request: AddRequest, error: RequestError) -> EngineOutputs:
         """What to answer for a request that `add` refused."""

@@ -7,13 +7,18 @@ import torch
 from moe_serve.config import CPU_KV_CACHE_BYTES, GPU_MEMORY_UTILIZATION, EngineConfig
 from moe_serve.context import LayerKV
 from moe_serve.errors import ConfigError
+from moe_serve.models.shard import ModelShard
 from moe_serve.models.spec import DecoderSpec
 from moe_serve.parallel.cpu import available_memory
 
 
-def block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers: keys and values of `block_size` tokens."""
-    return spec.kv_bytes_per_token(dtype.itemsize) * block_size
+def block_bytes(spec: DecoderSpec, shard: ModelShard, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers: this rank's keys and values of `block_size` tokens."""
+    per_token = sum(
+        2 * shard.heads(layer.attention).kv_heads.size * layer.attention.head_dim
+        for layer in spec.layers
+    )
+    return per_token * dtype.itemsize * block_size
 
 
 def pool_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:
@@ -49,18 +54,25 @@ def _free_gpu_bytes(utilization: float, device: torch.device) -> int:
 
 
 def make_pool(
-    spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: DecoderSpec,
+    shard: ModelShard,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_ranks_here: int = 1,
 ) -> list[LayerKV]:
-    """Zeroed tensors [blocks, block_size, kv heads, head_dim] for every layer.
+    """Zeroed tensors [blocks, block_size, own kv heads, head_dim] for every layer.
 
-    Raises `ConfigError` if the memory is not there.
+    Raises `ConfigError` if the memory is not there, for all `num_ranks_here` ranks of this host.
     """
 
     def tensor(num_heads: int, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, num_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    wanted = num_blocks * block_bytes(spec, block_size, dtype)
+    wanted = num_blocks * block_bytes(spec, shard, block_size, dtype) * num_ranks_here
     # Memory is handed out before it is there: asking is the only way not to be killed later.
     available = available_memory() if device.type == "cpu" else None
     if available is not None and wanted > available:
@@ -70,6 +82,6 @@ def make_pool(
         )
     pool = []
     for layer in spec.layers:
-        shape = (layer.attention.num_kv_heads, layer.attention.head_dim)
+        shape = (shard.heads(layer.attention).kv_heads.size, layer.attention.head_dim)
         pool.append(LayerKV(keys_BsNh=tensor(*shape), values_BsNh=tensor(*shape)))
     return pool

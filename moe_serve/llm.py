@@ -10,11 +10,15 @@ from typing import Any
 
 from moe_serve.choices import Choice, fan_out
 from moe_serve.config import BUILTIN_MODEL, EngineConfig
+from moe_serve.engine import Engine
 from moe_serve.engine_loader import load_engine
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.messages import AddRequest, RequestUpdate
 from moe_serve.model_path import resolve_model
 from moe_serve.output import OutputAssembler, SequenceOutput
+from moe_serve.parallel.degrees import local_seat
+from moe_serve.rank_processes import RankProcesses
+from moe_serve.rank_setup import RankSetup
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.tokenizer import Tokenizer
 
@@ -35,6 +39,8 @@ class LLM:
 
     Raises `ConfigError` for an option that is unknown or cannot work, `CheckpointError` for a
     model that cannot be loaded. Use as a context manager, or call `close`, to free the memory.
+    With `tensor_parallel_size` or `data_parallel_size` it starts the other ranks itself, on this
+    host; the calling script needs `if __name__ == "__main__":`, as with any spawned process.
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
@@ -45,7 +51,21 @@ class LLM:
         folder = resolve_model(model, options.pop("revision", None))
         self.config = EngineConfig(model=str(folder), **options)
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.engine = load_engine(self.config, show_progress=True)
+        self._ranks = _start_ranks(self.config)
+        try:
+            if self._ranks is None:
+                self.engine = load_engine(self.config, show_progress=True)
+            else:
+                self.engine = load_engine(
+                    self.config,
+                    self._ranks.seat,
+                    init_method=self._ranks.init_method,
+                    show_progress=True,
+                )
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.kill()
+            raise
         self._numbers = itertools.count()
 
     def generate(
@@ -79,12 +99,15 @@ class LLM:
         Each row sums to top_k times the tokens computed: prompts and outputs, without what came
         from the prefix cache, and counted again where a preempted request was computed again.
         """
-        counts: list[list[int]] = self.engine.runner.load.counts_LE.tolist()
-        return counts
+        return self.engine.executor.expert_load()
 
     def close(self) -> None:
-        """Free the model and the KV pool; the object is of no use afterwards."""
-        self.__dict__.pop("engine", None)
+        """Free the model and the KV pool, end the other ranks. The object is of no use then."""
+        engine: Engine | None = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -120,6 +143,15 @@ class LLM:
             )
             for text, prompt, group in zip(texts, ids, choices, strict=True)
         ]
+
+
+def _start_ranks(config: EngineConfig) -> RankProcesses | None:
+    world_size = (config.tensor_parallel_size or 1) * config.data_parallel_size
+    if world_size == 1:
+        return None
+    # What every rank would refuse is refused once, before any is started.
+    RankSetup.make(config, local_seat(0, world_size))
+    return RankProcesses(config, world_size)
 
 
 class _Sequences:

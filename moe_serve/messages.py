@@ -108,7 +108,10 @@ class EngineOutputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """What was loaded. Sent once a request would be served."""
+    """What was loaded. Sent once a request would be served.
+
+    `num_kv_blocks` of each lane; `kv_cache_bytes` on all ranks; `num_threads` of each rank.
+    """
 
     architecture: str
     vocab_size: int
@@ -122,9 +125,17 @@ class EngineReady:
     device: str
     num_threads: int
     load_seconds: float
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def num_kv_tokens(self) -> int:
+        """Of one lane."""
         return self.num_kv_blocks * self.block_size
 
 

@@ -48,16 +48,14 @@ class ModelRunner:
         self.block_size = pool[0].keys_BsNh.shape[1]
 
     @torch.inference_mode()
-    def run(
-        self, plan: StepPlan, num_tokens_of_lanes: Sequence[int] | None = None
-    ) -> StepResult | None:
+    def run(self, plan: StepPlan) -> StepResult | None:
         """`plan`: the chunks of this rank's lane, perhaps none. None: the lane's leader answers.
 
         All ranks of all lanes run the same step together.
         """
         batch = build_batch(plan, self.block_size, self.device)
         hidden_TD = self.model(
-            batch.token_ids_T, batch.context, self.pool, self.load, num_tokens_of_lanes
+            batch.token_ids_T, batch.context, self.pool, self.load, plan.num_tokens_of_lanes
         )
         starts = batch.context.query_starts
         sampled = self._sample(plan, hidden_TD, starts)
@@ -78,6 +76,13 @@ class ModelRunner:
         if not self.model.ranks.layout.is_lane_leader:
             return None
         return StepResult(results=results, failures=failures)
+
+    def forget_warm_up(self, num_blocks: int) -> None:
+        """Wipe what steps so far left in the load counters and in the pool's first blocks."""
+        self.load.counts_LE.zero_()
+        for kv in self.pool:
+            kv.keys_BsNh[:num_blocks].zero_()
+            kv.values_BsNh[:num_blocks].zero_()
 
     def _sample(
         self, plan: StepPlan, hidden_TD: torch.Tensor, starts: list[int]

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import msgspec
 
-from moe_serve.messages import (
-    AbortRequests,
-    AddRequest,
-    EngineFailed,
-    EngineOutputs,
-    EngineReady,
-    FromEngine,
-    Shutdown,
-    ToEngine,
-)
+from moe_serve.messages import FromEngine, ToEngine
+from moe_serve.rank_messages import FromRank, ToRank
 
-_CLASSES: tuple[type, ...] = (
-    AbortRequests, AddRequest, EngineFailed, EngineOutputs, EngineReady, Shutdown,
-)  # fmt: skip
+Message = ToEngine | FromEngine | ToRank | FromRank
+
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in _CLASSES
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in typing.get_args(Message)
 }
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: Message) -> bytes:
     return _encoder.encode((type(message).__name__, message))
 
 

@@ -38,6 +38,11 @@ class RankSeat:
     local_world_size: int
 
 
+def local_seat(rank: int, world_size: int) -> RankSeat:
+    """The seat of a rank where all are on this machine."""
+    return RankSeat(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+
+
 def resolve_degrees(
     tensor_parallel_size: int | None, data_parallel_size: int, world_size: int | None
 ) -> Degrees:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.layer import moe_experts
+from moe_serve.experts.layer import make_expert_path
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.linear import linear
@@ -63,8 +63,22 @@ class MoE(nn.Module):
         super().__init__()
         self.moe_index = moe_index
         self.router = Router(spec.router, spec.num_experts, hidden_size, device)
+        shard = ranks.shard
         self.experts = ExpertBank(
-            spec.num_experts, hidden_size, spec.inner_size, spec.activation, dtype, device
+            len(shard.experts(spec.num_experts)),
+            hidden_size,
+            shard.expert_inner(spec.inner_size).size,
+            spec.activation,
+            dtype,
+            device,
+            shard.expert_down_columns(spec.inner_size).size,
+        )
+        self.path = make_expert_path(
+            shard.layout,
+            ranks.experts if shard.layout.expert_parallel else ranks.lane,
+            shard.placement(spec.num_experts),
+            ranks.all2all_backend,
+            device,
         )
         self.shared: GatedMLP | None = None
         self.shared_gate: Projection | None = None
@@ -76,12 +90,14 @@ class MoE(nn.Module):
                 self.shared_gate = Projection(hidden_size, 1, dtype=dtype, device=device)
 
     def forward(self, x_tD: Tensor, tokens: StepTokens, load: ExpertLoad | None) -> Tensor:
+        if not tokens.capacity:
+            return x_tD
         # Padding is neither routed nor counted.
         x_TD = x_tD[: tokens.slices.num_valid]
         routing = self.router(x_TD)
         if load is not None:
             load.count(self.moe_index, routing.ids_TK)
-        y_TD = moe_experts(x_TD, routing, self.experts)
+        y_TD = self.path.run(x_TD, routing, self.experts, tokens.capacity)
         if self.shared is not None:
             y_TD = y_TD + self._shared(x_TD, self.shared)
         return F.pad(y_TD, (0, 0, 0, x_tD.shape[0] - x_TD.shape[0]))

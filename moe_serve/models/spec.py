@@ -217,10 +217,6 @@ class DecoderSpec:
         attention = sum(layer.attention.num_parameters(self.hidden_size) for layer in self.layers)
         return num_tables * self.vocab_size * self.hidden_size + norms + attention
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one position takes in all layers."""
-        return sum(2 * layer.attention.kv_size * itemsize for layer in self.layers)
-
 
 def _check_positive(spec: Any, *names: str) -> None:
     for name in names:

@@ -12,8 +12,10 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from moe_serve.errors import CheckpointError
+from moe_serve.kv_pool import block_bytes
 from moe_serve.loader import pick_dtype
 from moe_serve.model_folder import eos_token_ids, open_model_folder, read_config
+from moe_serve.models.shard import WHOLE_MODEL
 
 CPU = torch.device("cpu")
 
@@ -23,7 +25,7 @@ def test_explicit_head_dim_wins(make_tiny, family: str) -> None:
     tiny = make_tiny(family, head_dim=32)
     spec = tiny.decoder().spec
     assert [layer.attention.head_dim for layer in spec.layers] == [32, 32]
-    assert spec.kv_bytes_per_token(4) == 2 * 2 * 2 * 32 * 4
+    assert block_bytes(spec, WHOLE_MODEL, 16, torch.float32) == 16 * 2 * 2 * 2 * 32 * 4
     tiny.assert_same_scores()
 
 

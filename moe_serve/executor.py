@@ -1,0 +1,43 @@
+"""Runs the steps of an engine."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moe_serve.model_runner import ModelRunner, StepResult
+from moe_serve.step import StepPlan
+
+
+class Executor(Protocol):
+    def run(self, plan: StepPlan) -> StepResult:
+        """One result per chunk of the plan, in order."""
+
+    def expert_load(self) -> list[list[int]]:
+        """Tokens routed so far, by MoE layer and logical expert."""
+
+    def forget_warm_up(self, num_blocks: int) -> None:
+        """Wipe the load and the first blocks of each pool."""
+
+    def close(self) -> None:
+        """End the other ranks and let go of everything shared."""
+
+
+class LocalExecutor:
+    """One rank, this one."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._runner.run(plan)
+        assert result is not None
+        return result
+
+    def expert_load(self) -> list[list[int]]:
+        return self._runner.load.to_list()
+
+    def forget_warm_up(self, num_blocks: int) -> None:
+        self._runner.forget_warm_up(num_blocks)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,214 @@
+"""The connections between rank 0 and the other ranks, beside tensors: a star with heartbeats.
+
+    rank 0   PUSH ----- one a rank ----->  PULL   rank 1..
+             PULL <--------- all --------  PUSH
+
+When rank 0 loses a rank, everything ends: it says why, and all others lose rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+
+from moe_serve import wire
+from moe_serve.errors import ConfigError, EngineDeadError, EngineError, MoeServeError
+from moe_serve.heartbeat import beating, loss_monitor
+from moe_serve.messages import Shutdown
+from moe_serve.parallel.world import World, broadcast, own_address
+from moe_serve.rank_messages import FromRank, LoadProgress, RankFailed, RankHello, ToRank
+
+logger = logging.getLogger(__name__)
+
+# What a rank said before it died may still be on its way when its death is noticed.
+LAST_WORDS_SECONDS = 0.5
+LINGER_MS = 1000
+
+M = TypeVar("M")
+
+
+class RankLinks:
+    """Rank 0's side. `on_failure` is called once, in a thread of ours, when a rank is lost or says
+    that it failed; each `receive`, now and later, raises the same error.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        on_failure: Callable[[MoeServeError], None] = lambda error: None,
+        on_progress: Callable[[int, LoadProgress], None] = lambda rank, progress: None,
+    ) -> None:
+        self._world = world
+        self._on_failure = on_failure
+        self._on_progress = on_progress
+        self._failure: MoeServeError | None = None
+        self._is_closing = False
+        ranks = range(1, world.seat.world_size)
+        self._queues: dict[int, queue.Queue[Any]] = {rank: queue.Queue() for rank in ranks}
+        self._context = zmq.Context()
+        host = own_address(world)
+        self._inbox = beating(self._context.socket(zmq.PULL), world.timeout)
+        ports = [self._inbox.bind_to_random_port(f"tcp://{host}")]
+        self._outboxes: dict[int, zmq.Socket[Any]] = {}
+        monitors = {}
+        for rank in ranks:
+            socket = beating(self._context.socket(zmq.PUSH), world.timeout)
+            monitors[loss_monitor(socket)] = rank
+            ports.append(socket.bind_to_random_port(f"tcp://{host}"))
+            self._outboxes[rank] = socket
+        broadcast(world, [f"tcp://{host}:{port}" for port in ports])
+        self._reader = threading.Thread(target=self._read, args=(monitors,), daemon=True)
+        self._reader.start()
+        # A rank that dies before it has connected would never be missed.
+        for rank in ranks:
+            self.receive(rank, RankHello, within=world.timeout)
+
+    def send(self, rank: int, message: ToRank) -> None:
+        self._outboxes[rank].send(wire.encode(message))
+
+    def send_all(self, message: ToRank) -> None:
+        for rank in self._outboxes:
+            self.send(rank, message)
+
+    def receive(self, rank: int, kind: type[M], within: float | None = None) -> M:
+        """The rank's next message, which must be of that kind. Raises what ended a rank."""
+        try:
+            message = self._queues[rank].get(timeout=within)
+        except queue.Empty:
+            raise EngineDeadError(f"rank {rank} did not connect within {within:g} s") from None
+        if isinstance(message, MoeServeError):
+            # For whoever asks next.
+            self._queues[rank].put(message)
+            raise message
+        assert isinstance(message, kind), f"rank {rank} sent {message}, not {kind.__name__}"
+        return message
+
+    def receive_all(self, kind: type[M]) -> list[M]:
+        """One message of that kind from each rank, in order of rank."""
+        return [self.receive(rank, kind) for rank in self._queues]
+
+    def wait_failure(self, seconds: float) -> MoeServeError | None:
+        """What ended a rank; None if nothing did within that time."""
+        deadline = time.monotonic() + seconds
+        while self._failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._failure
+
+    def close(self) -> None:
+        """Tell all ranks to end, and let go of them."""
+        self._is_closing = True
+        if self._failure is None:
+            self.send_all(Shutdown())
+        self._reader.join()
+        for socket in self._outboxes.values():
+            socket.disable_monitor()
+        self._context.destroy(linger=LINGER_MS)
+
+    def _read(self, monitors: dict[Any, int]) -> None:
+        poller = zmq.Poller()
+        for socket in (self._inbox, *monitors):
+            poller.register(socket, zmq.POLLIN)
+        while not self._is_closing and self._failure is None:
+            ready = dict(poller.poll(100))
+            if self._inbox in ready:
+                self._take()
+            lost = [rank for socket, rank in monitors.items() if socket in ready]
+            if lost and not self._is_closing:
+                self._lose(lost[0])
+
+    def _take(self) -> None:
+        rank, data = self._inbox.recv_multipart()
+        sender = int.from_bytes(rank, "little")
+        message = wire.decode(data)
+        if isinstance(message, LoadProgress):
+            self._on_progress(sender, message)
+        elif isinstance(message, RankFailed):
+            kind = ConfigError if message.is_config else EngineError
+            self._fail(kind(f"rank {sender}: {message.message}"))
+        else:
+            self._queues[sender].put(message)
+
+    def _lose(self, rank: int) -> None:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while self._failure is None and (left := deadline - time.monotonic()) > 0:
+            if self._inbox.poll(int(left * 1000)):
+                self._take()
+        peer = self._world.peers[rank]
+        if self._world.is_beside(rank):
+            # If it is only stopped, others must not wait for it in a collective.
+            with contextlib.suppress(OSError):
+                os.kill(peer.pid, signal.SIGKILL)
+        self._fail(
+            EngineDeadError(
+                f"rank {rank} (process {peer.pid} on {peer.host}) ended, or did not answer within "
+                f"--collective-timeout {self._world.timeout:g} s"
+            )
+        )
+
+    def _fail(self, error: MoeServeError) -> None:
+        if self._failure is not None or self._is_closing:
+            return
+        self._failure = error
+        for waiting in self._queues.values():
+            waiting.put(error)
+        self._on_failure(error)
+
+
+class LeaderLink:
+    """Another rank's side. When rank 0 is lost, this process ends at once: nobody is left to tell.
+
+    `ends_process` False: `receive` raises instead (a rank that a test drives).
+    """
+
+    def __init__(self, world: World, *, ends_process: bool = True) -> None:
+        self._rank = world.seat.rank.to_bytes(4, "little")
+        self._is_closing = False
+        self._ends_process = ends_process
+        self._is_lost = threading.Event()
+        addresses: list[str] = broadcast(world, None)
+        self._context = zmq.Context()
+        self._outbox = beating(self._context.socket(zmq.PUSH), world.timeout)
+        self._outbox.connect(addresses[0])
+        self._inbox = beating(self._context.socket(zmq.PULL), world.timeout)
+        monitor = loss_monitor(self._inbox)
+        self._inbox.connect(addresses[world.seat.rank])
+        self._watch = threading.Thread(target=self._wait_loss, args=(monitor,), daemon=True)
+        self._watch.start()
+        self.send(RankHello())
+
+    def send(self, message: FromRank) -> None:
+        self._outbox.send_multipart([self._rank, wire.encode(message)])
+
+    def receive(self) -> ToRank:
+        """The next message from rank 0, however long that takes."""
+        while not self._inbox.poll(1000):
+            if self._is_lost.is_set():
+                raise EngineDeadError("rank 0 ended")
+        message: ToRank = wire.decode(self._inbox.recv())
+        return message
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._watch.join()
+        self._inbox.disable_monitor()
+        self._context.destroy(linger=LINGER_MS)
+
+    def _wait_loss(self, monitor: Any) -> None:
+        while not self._is_closing:
+            if monitor.poll(100):
+                break
+        if self._is_closing:
+            return
+        self._is_lost.set()
+        if self._ends_process:
+            logger.error("rank 0 ended, or did not answer; so this rank ends")
+            os._exit(1)

@@ -1,0 +1,95 @@
+"""What rank 0 and the other ranks of an engine tell each other, beside tensors.
+
+To a rank: `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad` and `ForgetWarmUp`
+in any order, `Shutdown` at the end.
+From a rank: `RankHello`, `LoadProgress`, `RankLoaded`, `RankReady`, then `LaneResult` a step from
+a lane's leader, `RankLoad` when asked; or `RankFailed` and the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_serve.messages import Shutdown
+from moe_serve.step import ChunkResult
+from moe_serve.step_codec import StepMessage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankHello:
+    """The rank has connected."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """Bytes that the rank has read of those it needs."""
+
+    bytes_read: int
+    bytes_needed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoaded:
+    """The weights are there; `num_blocks` KV blocks would fit beside them."""
+
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MakePool:
+    """The least that fits on any rank: blocks have the same ids everywhere in a lane."""
+
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady:
+    """The rank waits for steps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaneFailure:
+    """Why one request cannot go on; `is_client_fault`: its own bias and masks leave no token."""
+
+    request_id: str
+    message: str
+    is_client_fault: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaneResult:
+    """One result a chunk of the lane, in order."""
+
+    results: list[ChunkResult]
+    failures: list[LaneFailure]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLoad:
+    """Answered with `RankLoad`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """Tokens that this rank has routed, by MoE layer and logical expert."""
+
+    counts: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetWarmUp:
+    """Wipe what the warm-up left behind, in that many blocks."""
+
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed:
+    """The rank is about to end. `is_config` tells a user's mistake from our own fault."""
+
+    message: str
+    is_config: bool
+
+
+ToRank = MakePool | StepMessage | ReadLoad | ForgetWarmUp | Shutdown
+FromRank = RankHello | LoadProgress | RankLoaded | RankReady | LaneResult | RankLoad | RankFailed

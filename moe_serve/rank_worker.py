@@ -1,0 +1,114 @@
+"""Any rank but the first: joins, loads its slices, then runs the steps that rank 0 sends."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from moe_serve.config import EngineConfig
+from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.messages import Shutdown
+from moe_serve.model_runner import ModelRunner
+from moe_serve.parallel.degrees import RankSeat
+from moe_serve.parallel.world import ENVIRONMENT, World, join, leave
+from moe_serve.rank_links import LeaderLink
+from moe_serve.rank_messages import (
+    ForgetWarmUp,
+    LoadProgress,
+    MakePool,
+    RankFailed,
+    RankLoad,
+    RankLoaded,
+    RankReady,
+    ReadLoad,
+)
+from moe_serve.rank_setup import RankSetup
+from moe_serve.ranked_executor import to_lane_result
+from moe_serve.step_codec import StepDecoder
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+EXIT_FAULT = 1
+PROGRESS_SECONDS = 0.2
+
+
+def run(
+    config: EngineConfig,
+    seat: RankSeat,
+    *,
+    init_method: str = ENVIRONMENT,
+    ends_process: bool = True,
+) -> int:
+    """Serve as that rank until rank 0 says so, or is gone; the exit code.
+
+    Raises `ConfigError` or `CheckpointError` for what is wrong before the ranks have met; later
+    errors are told to rank 0. `ends_process`: see `LeaderLink`.
+    """
+    setup = RankSetup.make(config, seat)
+    world = join(seat, setup.device, config.collective_timeout, init_method)
+    link = LeaderLink(world, ends_process=ends_process)
+    try:
+        runner = _get_ready(link, setup, world)
+        if runner is not None:
+            _work(link, runner)
+    except (ConfigError, CheckpointError) as error:
+        return _fail(link, error, is_config=True)
+    except Exception as error:
+        logger.exception("rank %d failed", seat.rank)
+        return _fail(link, error, is_config=False)
+    finally:
+        link.close()
+        leave()
+    return 0
+
+
+def _get_ready(link: LeaderLink, setup: RankSetup, world: World) -> ModelRunner | None:
+    """None: rank 0 gave up meanwhile."""
+    model = setup.load(setup.ranks(world), _Progress(link), show_progress=False)
+    link.send(RankLoaded(num_blocks=setup.num_fitting_blocks))
+    answer = link.receive()
+    if isinstance(answer, Shutdown):
+        return None
+    assert isinstance(answer, MakePool)
+    runner = setup.make_runner(model, answer.num_blocks)
+    link.send(RankReady())
+    return runner
+
+
+def _work(link: LeaderLink, runner: ModelRunner) -> None:
+    decoder = StepDecoder()
+    while True:
+        message = link.receive()
+        if isinstance(message, Shutdown):
+            return
+        if isinstance(message, ForgetWarmUp):
+            runner.forget_warm_up(message.num_blocks)
+        elif isinstance(message, ReadLoad):
+            link.send(RankLoad(counts=runner.load.to_list()))
+        else:
+            assert not isinstance(message, MakePool)
+            plan = decoder.decode(message)
+            result = runner.run(plan)
+            if result is not None and plan.chunks:
+                link.send(to_lane_result(result))
+
+
+def _fail(link: LeaderLink, error: Exception, *, is_config: bool) -> int:
+    text = str(error) if is_config else f"{type(error).__name__}: {error}"
+    link.send(RankFailed(message=text, is_config=is_config))
+    return EXIT_CONFIG if is_config else EXIT_FAULT
+
+
+class _Progress:
+    """Tells rank 0 of bytes read, a few times a second."""
+
+    def __init__(self, link: LeaderLink) -> None:
+        self._link = link
+        self._last = 0.0
+
+    def __call__(self, bytes_read: int, bytes_needed: int) -> None:
+        now = time.monotonic()
+        if bytes_read >= bytes_needed or now - self._last >= PROGRESS_SECONDS:
+            self._last = now
+            self._link.send(LoadProgress(bytes_read=bytes_read, bytes_needed=bytes_needed))

@@ -1,0 +1,127 @@
+"""How the ranks of an engine find each other, and the process groups they form."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_serve.parallel.degrees import RankSeat
+from moe_serve.parallel.group import SOLO, RankGroup
+from moe_serve.parallel.layout import RankLayout
+from moe_serve.parallel.network import address_towards, choose_gloo_interface
+
+# Ranks start at different times: nodes boot, models are downloaded.
+JOIN_SECONDS = 1800.0
+LOOPBACK = "127.0.0.1"
+ENVIRONMENT = "env://"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a rank runs."""
+
+    host: str
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """All ranks, joined. `peers` by rank; `timeout`: seconds that a collective may take."""
+
+    seat: RankSeat
+    peers: tuple[Peer, ...]
+    device: torch.device
+    timeout: float
+
+    @property
+    def is_one_host(self) -> bool:
+        return len({peer.host for peer in self.peers}) == 1
+
+    def is_beside(self, rank: int) -> bool:
+        """Whether that rank runs on this host."""
+        return self.peers[rank].host == self.peers[self.seat.rank].host
+
+
+def join(
+    seat: RankSeat, device: torch.device, timeout: float, init_method: str = ENVIRONMENT
+) -> World:
+    """Wait for all ranks, then form the process group: NCCL for CUDA tensors, gloo for the rest.
+
+    `init_method`: torch's, "env://" as torchrun sets it or "tcp://host:port".
+    """
+    master = urlsplit(init_method).hostname or os.environ["MASTER_ADDR"]
+    choose_gloo_interface(master)
+    patience = datetime.timedelta(seconds=JOIN_SECONDS)
+    rendezvous: Any = dist.rendezvous(  # type: ignore[attr-defined]
+        init_method, seat.rank, seat.world_size, timeout=patience
+    )
+    store, _, _ = next(rendezvous)
+    # Before gloo, whose patience with late ranks is the collectives' timeout.
+    store.set(f"moe_serve/here/{seat.rank}", b"1")
+    store.wait([f"moe_serve/here/{rank}" for rank in range(seat.world_size)], patience)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    peers: list[Any] = [None] * seat.world_size
+    dist.all_gather_object(peers, Peer(_host_name(master), os.getpid()))
+    return World(seat=seat, peers=tuple(peers), device=device, timeout=timeout)
+
+
+def leave() -> None:
+    """Give up all process groups. Does not wait for the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast(world: World, value: Any) -> Any:
+    """Rank 0's value, at every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
+
+
+def own_address(world: World) -> str:
+    """The address at which the other ranks reach this one."""
+    if world.is_one_host:
+        return LOOPBACK
+    return world.peers[world.seat.rank].host
+
+
+def make_groups(world: World, layout: RankLayout) -> tuple[RankGroup, RankGroup]:
+    """(the ranks of this lane, those that experts are spread over): see `RankLayout`."""
+    mesh = _make_mesh(world, layout)
+    lane = RankGroup(mesh["tensor"].get_group()) if layout.tensor_size > 1 else SOLO
+    experts = RankGroup(dist.group.WORLD) if layout.expert_size > 1 else SOLO
+    return lane, experts
+
+
+def _make_mesh(world: World, layout: RankLayout) -> DeviceMesh:
+    """Lanes x ranks of a lane. Its groups get our deadline: torch's own for them is half an hour"""
+    ranks_LS = torch.arange(layout.world_size).view(layout.data_size, layout.tensor_size)
+    deadline = datetime.timedelta(seconds=world.timeout)
+    own: list[dist.ProcessGroup] = []
+    for rows in (ranks_LS.T.tolist(), ranks_LS.tolist()):
+        # Every rank makes every group, its own or not.
+        groups = {tuple(row): dist.new_group(row, timeout=deadline) for row in rows}
+        own.append(next(group for row, group in groups.items() if layout.rank in row))
+    return DeviceMesh.from_group(
+        own, world.device.type, mesh=ranks_LS, mesh_dim_names=("data", "tensor")
+    )
+
+
+def _host_name(master: str) -> str:
+    """What tells hosts apart: the address towards the first rank, or this host's name."""
+    address = address_towards(master)
+    return socket.gethostname() if address.startswith("127.") else address
