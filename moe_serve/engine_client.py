@@ -18,7 +18,9 @@ import zmq.asyncio
 
 from moe_serve import wire
 from moe_serve.config import EngineConfig
+from moe_serve.engine_addresses import EngineAddresses
 from moe_serve.errors import EngineDeadError, EngineError
+from moe_serve.heartbeat import beating, loss_monitor
 from moe_serve.messages import (
     AbortRequests,
     AddRequest,
@@ -42,8 +44,14 @@ class EngineClient:
     """Lives on one event loop. `status` goes from starting to ready, and to dead from either."""
 
     def __init__(
-        self, config: EngineConfig, *, log_level: str = "info", step_timeout: float = 300.0
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        step_timeout: float = 300.0,
+        has_ranks: bool = False,
     ) -> None:
+        """`has_ranks`: the engine is rank 0 of several. Then each notices when the other stops."""
         self.status: Literal["starting", "ready", "dead"] = "starting"
         self.info: EngineReady | None = None
         self.stats = EngineStats()
@@ -54,6 +62,7 @@ class EngineClient:
         self._config = config
         self._log_level = log_level
         self._step_timeout = step_timeout
+        self._has_ranks = has_ranks
         # When the engine last spoke, or got work after it had none.
         self._heard = 0.0
         self._queues: dict[str, asyncio.Queue[RequestUpdate | EngineError]] = {}
@@ -63,20 +72,33 @@ class EngineClient:
     def start(self) -> None:
         """Start the process and return at once; `changed` is set when `status` changes."""
         self._folder = tempfile.TemporaryDirectory(prefix="moe-serve-", dir=_short_folder())
-        address = f"ipc://{Path(self._folder.name) / 'engine'}"
+        addresses = EngineAddresses.within(Path(self._folder.name), self._heartbeat)
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.bind(address)
+        self._inbox = self._bind(zmq.PULL, addresses.from_engine)
+        self._outbox = self._bind(zmq.PUSH, addresses.to_engine)
         # Imported there, not here: the API process stays free of torch.
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_run_engine, args=(self._config, address, self._log_level), name="engine"
+            target=_run_engine, args=(self._config, addresses, self._log_level), name="engine"
         )
         with _signals_ignored():
             self._process.start()
-        jobs = (self._receive(), self._watch_process(), self._watch_steps())
+        jobs = [self._receive(), self._watch_process(), self._watch_steps()]
+        if self._has_ranks:
+            jobs.append(self._watch_silence(loss_monitor(self._outbox)))
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
+
+    @property
+    def _heartbeat(self) -> float | None:
+        return self._config.collective_timeout if self._has_ranks else None
+
+    def _bind(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        if self._heartbeat is not None:
+            beating(socket, self._heartbeat)
+        socket.bind(address)
+        return socket
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestUpdate, None]:
         """Updates of one request until it finished. Closed early, it aborts the request.
@@ -120,8 +142,8 @@ class EngineClient:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._socket.close(linger=0)
-        self._context.term()
+        # With its monitors, which asyncio's sockets keep to themselves.
+        self._context.destroy(linger=0)
         self._folder.cleanup()
 
     def _check_ready(self) -> None:
@@ -133,11 +155,11 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self.status == "ready":
             # The socket queues it at once; the future only reports that.
-            self._socket.send(wire.encode(message))
+            self._outbox.send(wire.encode(message))
 
     async def _receive(self) -> None:
         while True:
-            message = wire.decode(await self._socket.recv())
+            message = wire.decode(await self._inbox.recv())
             self._heard = time.monotonic()
             if isinstance(message, EngineOutputs):
                 self.stats = message.stats
@@ -163,6 +185,15 @@ class EngineClient:
             if self.status == "ready" and self._queues and silence > self._step_timeout:
                 self._die(f"one step took longer than --step-timeout {self._step_timeout:g} s")
                 self._process.kill()
+
+    async def _watch_silence(self, monitor: zmq.asyncio.Socket) -> None:
+        """Notice an engine that is stopped: it no longer answers the heartbeat."""
+        await monitor.recv_multipart()
+        # Where its process ended, that is told with its exit code.
+        await asyncio.sleep(2 * LAST_WORDS_SECONDS)
+        if self._process.is_alive() and not self._is_stopping:
+            self._die(f"it did not answer within --collective-timeout {self._heartbeat:g} s")
+            self._process.kill()
 
     async def _watch_process(self) -> None:
         """Notice the end of the process through its sentinel: no polling, no delay."""
@@ -220,7 +251,7 @@ def _short_folder() -> str | None:
     return "/tmp" if len(tempfile.gettempdir()) > 70 else None
 
 
-def _run_engine(config: EngineConfig, address: str, log_level: str) -> None:
+def _run_engine(config: EngineConfig, addresses: EngineAddresses, log_level: str) -> None:
     from moe_serve.engine_process import run
 
-    run(config, address, log_level)
+    run(config, addresses, log_level)

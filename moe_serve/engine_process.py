@@ -1,4 +1,4 @@
-"""The engine's own process: messages in, steps, messages out."""
+"""The engine's own process: messages in, steps, messages out. With several ranks it is rank 0."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
+from typing import Any
 
 import zmq
 
 from moe_serve import wire
 from moe_serve.config import EngineConfig
 from moe_serve.engine import Engine
+from moe_serve.engine_addresses import EngineAddresses
 from moe_serve.engine_loader import load_engine
-from moe_serve.errors import CheckpointError, ConfigError, RequestError
+from moe_serve.errors import CheckpointError, ConfigError, MoeServeError, RequestError
+from moe_serve.heartbeat import LossWatch, beating
 from moe_serve.logs import set_up
 from moe_serve.messages import AbortRequests, AddRequest, EngineFailed, Shutdown, ToEngine
+from moe_serve.parallel.degrees import RankSeat, read_seat
 
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_FAULT = 1
+# What was sent last is the reason for the end: time for it to leave.
+LINGER_MS = 1000
+# A collective fails in the very moment in which a rank is lost; who was lost is the better reason.
+CAUSE_SECONDS = 1.5
 
 
-def run(config: EngineConfig, address: str, log_level: str) -> None:
+def run(config: EngineConfig, addresses: EngineAddresses, log_level: str) -> None:
     """Entry point of the spawned process, started with signals ignored; ends with `sys.exit`."""
     set_up(log_level, role="engine")
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.connect(address)
-    try:
-        code = _serve(socket, config)
-    finally:
-        # What was sent last is the reason for the end: give it time to leave.
-        socket.close(linger=1000)
-        context.term()
-    sys.exit(code)
+    sys.exit(_Process(config, addresses).run())
 
 
 def _end_with_parent() -> None:
@@ -47,38 +47,88 @@ def _end_with_parent() -> None:
     os._exit(EXIT_FAULT)
 
 
-def _serve(socket: zmq.Socket[bytes], config: EngineConfig) -> int:
-    try:
-        engine = load_engine(config, show_progress=True)
-        socket.send(wire.encode(engine.info))
-        _loop(socket, engine)
-    except (ConfigError, CheckpointError) as error:
-        socket.send(wire.encode(EngineFailed(message=str(error), is_config=True)))
-        return EXIT_CONFIG
-    except Exception as error:
-        logger.exception("the engine failed")
-        socket.send(wire.encode(EngineFailed(message=f"{type(error).__name__}: {error}")))
-        return EXIT_FAULT
-    return 0
+class _Process:
+    def __init__(self, config: EngineConfig, addresses: EngineAddresses) -> None:
+        self._config = config
+        self._addresses = addresses
+        self._context = zmq.Context()
+        self._outbox = self._connect(self._context, zmq.PUSH, addresses.from_engine)
+        self._inbox = self._connect(self._context, zmq.PULL, addresses.to_engine)
+        self._watch: LossWatch | None = None
+        if addresses.heartbeat is not None:
+            self._watch = LossWatch(self._inbox, _end_with_server)
 
-
-def _loop(socket: zmq.Socket[bytes], engine: Engine) -> None:
-    """Take in all waiting messages, then step; sleep in `poll` when there is nothing to do."""
-    while True:
-        socket.poll(0 if engine.has_work else None)
-        while socket.poll(0):
-            message = wire.decode(socket.recv())
-            if isinstance(message, Shutdown):
-                return
-            _apply(socket, engine, message)
-        socket.send(wire.encode(engine.step()))
-
-
-def _apply(socket: zmq.Socket[bytes], engine: Engine, message: ToEngine) -> None:
-    if isinstance(message, AddRequest):
+    def run(self) -> int:
+        seat: RankSeat | None = None
         try:
-            engine.add(message)
-        except RequestError as error:
-            socket.send(wire.encode(engine.refusal(message, error)))
-    elif isinstance(message, AbortRequests):
-        engine.abort(message.request_ids)
+            seat = read_seat(os.environ)
+            engine = load_engine(
+                self._config, seat, on_failure=self._end_with_rank, show_progress=True
+            )
+            self._send(engine.info)
+            self._loop(engine)
+            engine.close()
+        except (ConfigError, CheckpointError) as error:
+            return self._fail(EngineFailed(message=str(error), is_config=True))
+        except Exception as error:
+            if seat is not None:
+                time.sleep(CAUSE_SECONDS)
+            logger.exception("the engine failed")
+            return self._fail(EngineFailed(message=f"{type(error).__name__}: {error}"))
+        self._close()
+        return 0
+
+    def _loop(self, engine: Engine) -> None:
+        """Take in all waiting messages, then step; sleep in `poll` when there is nothing to do."""
+        while True:
+            self._inbox.poll(0 if engine.has_work else None)
+            while self._inbox.poll(0):
+                message = wire.decode(self._inbox.recv())
+                if isinstance(message, Shutdown):
+                    return
+                self._apply(engine, message)
+            self._send(engine.step())
+
+    def _apply(self, engine: Engine, message: ToEngine) -> None:
+        if isinstance(message, AddRequest):
+            try:
+                engine.add(message)
+            except RequestError as error:
+                self._send(engine.refusal(message, error))
+        elif isinstance(message, AbortRequests):
+            engine.abort(message.request_ids)
+
+    def _connect(self, context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[Any]:
+        socket: zmq.Socket[Any] = context.socket(kind)
+        if self._addresses.heartbeat is not None:
+            beating(socket, self._addresses.heartbeat)
+        socket.connect(address)
+        return socket
+
+    def _send(self, message: Any) -> None:
+        self._outbox.send(wire.encode(message))
+
+    def _fail(self, message: EngineFailed) -> int:
+        self._send(message)
+        self._close()
+        return EXIT_CONFIG if message.is_config else EXIT_FAULT
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._context.destroy(linger=LINGER_MS)
+
+    def _end_with_rank(self, error: MoeServeError) -> None:
+        """In the thread that watches the ranks; the loop may be stuck in a collective."""
+        message = EngineFailed(message=str(error), is_config=isinstance(error, ConfigError))
+        # A socket of its own: those of the loop are the loop's.
+        context = zmq.Context()
+        self._connect(context, zmq.PUSH, self._addresses.from_engine).send(wire.encode(message))
+        context.destroy(linger=LINGER_MS)
+        os._exit(EXIT_CONFIG if message.is_config else EXIT_FAULT)
+
+
+def _end_with_server() -> None:
+    """The server is stopped: nobody hears its clients. Its end is seen otherwise, and sooner."""
+    time.sleep(CAUSE_SECONDS)
+    os._exit(EXIT_FAULT)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+_POLL_MS = 100
 # Closed: the very first connection failed.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -28,3 +31,25 @@ def beating(socket: zmq.Socket[Any], timeout: float) -> zmq.Socket[Any]:
 def loss_monitor(socket: Any) -> Any:
     """A socket that gets one message when the connection of `socket` is lost."""
     return socket.get_monitor_socket(_LOST)
+
+
+class LossWatch:
+    """Calls `on_loss` in a thread of its own when the connection of `socket` is lost."""
+
+    def __init__(self, socket: zmq.Socket[Any], on_loss: Callable[[], None]) -> None:
+        self._socket = socket
+        self._is_closing = False
+        monitor = loss_monitor(socket)
+        self._thread = threading.Thread(target=self._wait, args=(monitor, on_loss), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; the connection may end now."""
+        self._is_closing = True
+        self._thread.join()
+        self._socket.disable_monitor()
+
+    def _wait(self, monitor: Any, on_loss: Callable[[], None]) -> None:
+        while not self._is_closing:
+            if monitor.poll(_POLL_MS) and not self._is_closing:
+                return on_loss()

@@ -22,7 +22,7 @@ import zmq
 
 from moe_serve import wire
 from moe_serve.errors import ConfigError, EngineDeadError, EngineError, MoeServeError
-from moe_serve.heartbeat import beating, loss_monitor
+from moe_serve.heartbeat import LossWatch, beating, loss_monitor
 from moe_serve.messages import Shutdown
 from moe_serve.parallel.world import World, broadcast, own_address
 from moe_serve.rank_messages import FromRank, LoadProgress, RankFailed, RankHello, ToRank
@@ -171,7 +171,6 @@ class LeaderLink:
 
     def __init__(self, world: World, *, ends_process: bool = True) -> None:
         self._rank = world.seat.rank.to_bytes(4, "little")
-        self._is_closing = False
         self._ends_process = ends_process
         self._is_lost = threading.Event()
         addresses: list[str] = broadcast(world, None)
@@ -179,10 +178,8 @@ class LeaderLink:
         self._outbox = beating(self._context.socket(zmq.PUSH), world.timeout)
         self._outbox.connect(addresses[0])
         self._inbox = beating(self._context.socket(zmq.PULL), world.timeout)
-        monitor = loss_monitor(self._inbox)
+        self._watch = LossWatch(self._inbox, self._lose)
         self._inbox.connect(addresses[world.seat.rank])
-        self._watch = threading.Thread(target=self._wait_loss, args=(monitor,), daemon=True)
-        self._watch.start()
         self.send(RankHello())
 
     def send(self, message: FromRank) -> None:
@@ -197,17 +194,10 @@ class LeaderLink:
         return message
 
     def close(self) -> None:
-        self._is_closing = True
-        self._watch.join()
-        self._inbox.disable_monitor()
+        self._watch.close()
         self._context.destroy(linger=LINGER_MS)
 
-    def _wait_loss(self, monitor: Any) -> None:
-        while not self._is_closing:
-            if monitor.poll(100):
-                break
-        if self._is_closing:
-            return
+    def _lose(self) -> None:
         self._is_lost.set()
         if self._ends_process:
             logger.error("rank 0 ended, or did not answer; so this rank ends")

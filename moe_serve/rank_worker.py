@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from moe_serve.config import EngineConfig
 from moe_serve.errors import CheckpointError, ConfigError
@@ -38,16 +39,19 @@ def run(
     seat: RankSeat,
     *,
     init_method: str = ENVIRONMENT,
+    on_joined: Callable[[], None] = lambda: None,
     ends_process: bool = True,
 ) -> int:
     """Serve as that rank until rank 0 says so, or is gone; the exit code.
 
     Raises `ConfigError` or `CheckpointError` for what is wrong before the ranks have met; later
-    errors are told to rank 0. `ends_process`: see `LeaderLink`.
+    errors are told to rank 0. `on_joined` is called when it can tell this rank to end.
+    `ends_process`: see `LeaderLink`.
     """
     setup = RankSetup.make(config, seat)
     world = join(seat, setup.device, config.collective_timeout, init_method)
     link = LeaderLink(world, ends_process=ends_process)
+    on_joined()
     try:
         runner = _get_ready(link, setup, world)
         if runner is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
@@ -30,15 +31,19 @@ logger = logging.getLogger(__name__)
 
 BUILTIN_NAME = "stories-moe"
 EXIT_FAULT = 1
+# torchrun's default, in seconds, and what the end takes besides running requests.
+LAUNCHER_PATIENCE = 30
+LAUNCHER_SPARE = 5
 # Time for open streams to pass on their error event, at most.
 FLUSH_SECONDS = 1.0
 # After the engine's death, so long /health says 503: a balancer that polls shall see it.
 LINGER_SECONDS = 1.0
 
 
-def run(config: ServeConfig) -> int:
+def run(config: ServeConfig, *, is_launched: bool = False) -> int:
     """Serve until a signal or the engine's end; the exit code.
 
+    `is_launched`: a launcher started this process as rank 0, perhaps of several.
     0 after SIGINT or SIGTERM, 1 when the engine died. Raises `ConfigError` or `CheckpointError`
     for what the user must mend.
     """
@@ -48,7 +53,7 @@ def run(config: ServeConfig) -> int:
         folder = resolve_model(config.model, config.revision)
         name = config.served_model_name or model_name(config.model, folder)
         config = dataclasses.replace(config, model=str(folder), revision=None)
-        return asyncio.run(_Server(config, sock, name).run())
+        return asyncio.run(_Server(config, sock, name, is_launched).run())
 
 
 def model_name(model: str, folder: Path) -> str:
@@ -66,12 +71,18 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Server:
-    def __init__(self, config: ServeConfig, sock: socket.socket, name: str) -> None:
+    def __init__(
+        self, config: ServeConfig, sock: socket.socket, name: str, is_launched: bool
+    ) -> None:
         self.config = config
+        self.is_launched = is_launched
         self.sock = sock
         self.name = name
         self.engine = EngineClient(
-            config.engine, log_level=config.log_level, step_timeout=config.step_timeout
+            config.engine,
+            log_level=config.log_level,
+            step_timeout=config.step_timeout,
+            has_ranks=is_launched,
         )
         self.signalled = asyncio.Event()
         self.hurried = asyncio.Event()
@@ -82,6 +93,7 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         # First, since it takes longest: the HTTP side is put together meanwhile.
         self.engine.start()
+        watch = asyncio.create_task(self._watch_launcher()) if self.is_launched else None
         try:
             http = _HttpServer(self._http_config())
             self.serving = asyncio.create_task(http.serve(sockets=[self.sock]))
@@ -92,6 +104,8 @@ class _Server:
                 http.should_exit = True
                 await self.serving
         finally:
+            if watch is not None:
+                watch.cancel()
             await self.engine.stop()
 
     def _http_config(self) -> uvicorn.Config:
@@ -143,13 +157,28 @@ class _Server:
             drained,
             self.engine.changed.wait(),
             self.hurried.wait(),
-            asyncio.sleep(self.config.shutdown_timeout),
+            asyncio.sleep(self._shutdown_timeout()),
         )
         if self.api.num_open_sequences:
             logger.warning("%d sequences were cut off", self.api.num_open_sequences)
             self.engine.give_up(DrainingError("the server shut down before the request ended"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.api.wait_drained(), FLUSH_SECONDS)
+
+    def _shutdown_timeout(self) -> float:
+        """What the launcher, which kills what does not end in time, leaves for running requests."""
+        if not self.is_launched:
+            return self.config.shutdown_timeout
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_PATIENCE))
+        return min(self.config.shutdown_timeout, max(0.0, patience - LAUNCHER_SPARE))
+
+    async def _watch_launcher(self) -> None:
+        """Shut down when the launcher is gone, as if it had said so."""
+        launcher = os.getppid()
+        while os.getppid() == launcher:
+            await asyncio.sleep(1.0)
+        logger.error("the launcher is gone; shutting down")
+        self.signalled.set()
 
     def _on_signal(self) -> None:
         """The first asks for an orderly end, the second for one at once."""

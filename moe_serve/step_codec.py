@@ -67,14 +67,12 @@ class _Told:
     num_output_tokens: int = 0
     num_blocks: int = 0
 
-    def is_in(self, lane: int) -> bool:
-        """Whether it is where it was, so that its blocks have only grown."""
+    @property
+    def is_current(self) -> bool:
+        """Whether it has run on without a break: the lane is the same, its blocks only grew."""
         request = self.request
-        return (
-            request.status is RequestStatus.RUNNING
-            and request.lane == lane
-            and request.num_preemptions == self.num_preemptions
-        )
+        is_running = request.status is RequestStatus.RUNNING
+        return is_running and request.num_preemptions == self.num_preemptions
 
 
 class StepEncoder:
@@ -99,7 +97,7 @@ class StepEncoder:
 
     def _encode_lane(self, plan: StepPlan, lane: int) -> StepMessage:
         told = self._told[lane]
-        dropped_ids = [request_id for request_id, known in told.items() if not known.is_in(lane)]
+        dropped_ids = [request_id for request_id, known in told.items() if not known.is_current]
         for request_id in dropped_ids:
             del told[request_id]
         new = [chunk.request for chunk in plan.chunks if chunk.request.request_id not in told]

@@ -1,0 +1,51 @@
+"""The process of any rank but the first, as a launcher started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+from moe_serve import rank_worker
+from moe_serve.config import ServeConfig
+from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.logs import set_up
+from moe_serve.parallel.degrees import RankSeat
+
+logger = logging.getLogger(__name__)
+
+LAUNCHER_POLL_SECONDS = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(config: ServeConfig, seat: RankSeat) -> int:
+    """Serve as that rank; the exit code. Raises what the user must mend, once a host."""
+    set_up(config.log_level, role=f"rank {seat.rank}")
+    threading.Thread(target=end_with_launcher, daemon=True).start()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        return rank_worker.run(config.engine, seat, on_joined=_ignore_signals)
+    except (ConfigError, CheckpointError) as error:
+        # Neighbours meet the same error; on the first host rank 0 is the one to tell.
+        if seat.local_rank == 0:
+            raise
+        logger.debug("refused: %s", error)
+        return rank_worker.EXIT_CONFIG
+
+
+def _ignore_signals() -> None:
+    """From now on rank 0 decides: it lets running requests end before it ends this rank."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_launcher() -> None:
+    """End the process soon after its launcher is gone, which can no longer end it."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(LAUNCHER_POLL_SECONDS)
+    logger.error("the launcher is gone; so this rank ends")
+    os._exit(rank_worker.EXIT_FAULT)
