@@ -7,7 +7,7 @@ import pytest
 from moe_serve.block_manager import BlockManager
 from moe_serve.lane import Lane
 from moe_serve.messages import AddRequest, RequestUpdate, TokenLogprobs
-from moe_serve.request import Request
+from moe_serve.request import Request, RequestStatus
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.scheduler import Scheduler
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
@@ -53,6 +53,8 @@ class FakeEngine:
         self.start_steps: dict[str, int] = {}
         self.num_computed: dict[str, int] = {}
         self.num_preemptions: dict[str, int] = {}
+        self.num_recomputed = 0
+        self._reached: dict[Request, int] = {}
         self.num_steps = 0
 
     @property
@@ -152,9 +154,15 @@ class FakeEngine:
         )
 
     def finish_step(self, plan: StepPlan, results: list[ChunkResult]) -> None:
+        for chunk in plan.chunks:
+            if chunk.request.status is RequestStatus.RUNNING:
+                reached = self._reached.get(chunk.request, 0)
+                self.num_recomputed += max(0, min(chunk.stop, reached) - chunk.start)
+                self._reached[chunk.request] = max(chunk.stop, reached)
         for update in self.scheduler.update(plan, results):
             self.record(update)
         self.scheduler.check_integrity()
+        assert self.scheduler.stats().num_recomputed_tokens == self.num_recomputed
 
     def record(self, update: RequestUpdate) -> None:
         request_id = update.request_id
