@@ -9,6 +9,7 @@ import pytest
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the shell that runs the tests has set must not reach them."""
     for name in list(os.environ):
-        if name.upper().startswith("MOE_SERVE_"):
+        is_seat = name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if is_seat or name.upper().startswith("MOE_SERVE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")

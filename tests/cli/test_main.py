@@ -15,6 +15,7 @@ from moe_serve.cli import main
 from moe_serve.config import ServeConfig
 from moe_serve.errors import CheckpointError, EngineDeadError
 from moe_serve.output import OutputDelta, SequenceOutput
+from moe_serve.parallel.degrees import Degrees, RankSeat
 from moe_serve.sampling_params import SamplingParams
 
 
@@ -53,11 +54,12 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return FakeLLM
 
 
-def fake_serve(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    module = types.ModuleType("moe_serve.serve")
+def fake_run(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
+    """`run` in place of moe_serve.<name>'s."""
+    module = types.ModuleType(f"moe_serve.{name}")
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "moe_serve.serve", module)
-    monkeypatch.setattr(moe_serve, "serve", module, raising=False)
+    monkeypatch.setitem(sys.modules, f"moe_serve.{name}", module)
+    monkeypatch.setattr(moe_serve, name, module, raising=False)
 
 
 def run_python(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -101,15 +103,61 @@ def test_python_dash_m_is_the_same_command() -> None:
 
 
 def test_serve_hands_over_its_config_and_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[ServeConfig] = []
+    seen: list[tuple[ServeConfig, bool]] = []
 
-    def run(config: ServeConfig) -> int:
-        seen.append(config)
+    def run(config: ServeConfig, *, is_launched: bool) -> int:
+        seen.append((config, is_launched))
         return 3
 
-    fake_serve(monkeypatch, run)
+    fake_run(monkeypatch, "serve", run)
     assert main(["serve", "x", "--port", "0"]) == 3
-    assert seen == [ServeConfig(model="x", port=0)]
+    assert seen == [(ServeConfig(model="x", port=0), False)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "argv", "expected"),
+    [
+        (None, ["-tp", "1"], ("serve", False)),
+        (None, ["-tp", "2", "-dp", "3"], ("launch", Degrees(2, 3))),
+        (None, ["-dp", "2"], ("launch", Degrees(1, 2))),
+        (0, ["-tp", "2"], ("serve", True)),
+        (1, [], ("rank_process", 1)),
+    ],
+)
+def test_serve_starts_ranks_or_is_one(
+    rank: int | None, argv: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are started where more than one is asked for and no launcher has done it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if rank is not None:
+        for name, value in zip(names, (rank, 2, rank, 2, "localhost", 29500), strict=True):
+            monkeypatch.setenv(name, str(value))
+    seen: list[Any] = []
+
+    def serve(config: ServeConfig, *, is_launched: bool) -> int:
+        seen.append(("serve", is_launched))
+        return 3
+
+    def launch(config: ServeConfig, argv: list[str], degrees: Degrees) -> int:
+        seen.append(("launch", degrees))
+        return 3
+
+    def rank_process(config: ServeConfig, seat: RankSeat) -> int:
+        seen.append(("rank_process", seat.rank))
+        return 3
+
+    for run in (serve, launch, rank_process):
+        fake_run(monkeypatch, run.__name__, run)
+    assert main(["serve", *argv]) == 3
+    assert seen == [expected]
+
+
+def test_serve_refuses_half_of_a_launchers_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["serve"]) == 2
+    assert "RANK set without WORLD_SIZE, LOCAL_RANK" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -122,19 +170,19 @@ def test_our_errors_become_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(config: ServeConfig) -> int:
+    def run(config: ServeConfig, *, is_launched: bool) -> int:
         raise error
 
-    fake_serve(monkeypatch, run)
+    fake_run(monkeypatch, "serve", run)
     assert main(["serve"]) == code
     assert capsys.readouterr().err == "moe-serve: error: no such folder\n"
 
 
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(config: ServeConfig) -> int:
+    def run(config: ServeConfig, *, is_launched: bool) -> int:
         raise KeyboardInterrupt
 
-    fake_serve(monkeypatch, run)
+    fake_run(monkeypatch, "serve", run)
     assert main(["serve"]) == 130
 
 
