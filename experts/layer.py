@@ -15,7 +15,6 @@ from moe_serve.parallel.layout import RankLayout
 from moe_serve.routing.backends import Backend, make_dispatcher
 from moe_serve.routing.dispatch import Dispatcher
 from moe_serve.routing.expert_map import ExpertMap
-from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 
 # Shapes: T own tokens, D model.
@@ -58,9 +57,3 @@ def make_expert_path(
         return TensorParallelExperts(group, deterministic=layout.deterministic)
     experts = ExpertMap.make(placement.rank_of, placement.index_of, group.size, device)
     return DispatchedExperts(make_dispatcher(backend, group, experts))
-
-
-def moe_experts(x_TD: Tensor, routing: Routing, bank: ExpertBank) -> Tensor:
-    """All experts are here. T = 0 gives an empty result."""
-    path = DispatchedExperts(LocalDispatcher(bank.num_experts))
-    return path.run(x_TD, routing, bank, x_TD.shape[0])

@@ -8,7 +8,10 @@ from moe_serve.routing.all_gather import AllGatherDispatcher, AllGathered
 from moe_serve.routing.all_to_all import AllToAllDispatched, AllToAllDispatcher
 from moe_serve.routing.router import Routing
 
-STATIC_BYTES = 2**16
+# Where all-to-all becomes faster. Measured with gloo on one machine, 2 and 4 ranks, rows of 2 KiB
+# (scripts/bench_dispatch.py, BENCHMARKS.md): between 1.2 and 2.4 MB, and 1.3 and 1.8 MB. Below, it
+# loses by its third message, with which the ranks tell each other their counts.
+STATIC_BYTES = 2**20
 
 
 class AutoDispatcher:

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.layer import moe_experts
+from moe_serve.experts.layer import DispatchedExperts
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 24, 12
+
+HERE = DispatchedExperts(LocalDispatcher(NUM_EXPERTS))
 
 
 @pytest.fixture
@@ -47,17 +50,18 @@ def by_token(x: torch.Tensor, routing: Routing, bank: ExpertBank) -> torch.Tenso
 def test_experts_match_a_loop_over_tokens(bank: ExpertBank, kind: str, num_tokens: int) -> None:
     torch.manual_seed(1)
     x, routing = torch.randn(num_tokens, HIDDEN), routing_for(kind, num_tokens)
-    out = moe_experts(x, routing, bank)
+    out = HERE.run(x, routing, bank, num_tokens)
     torch.testing.assert_close(out, by_token(x, routing, bank), atol=1e-3, rtol=1e-4)
     for token in (0, num_tokens - 1):
         one = slice(token, token + 1)
-        alone = moe_experts(x[one], Routing(routing.ids_TK[one], routing.weights_TK[one]), bank)
+        own = Routing(routing.ids_TK[one], routing.weights_TK[one])
+        alone = HERE.run(x[one], own, bank, 1)
         assert torch.equal(alone[0], out[token])
 
 
 def test_no_tokens_give_an_empty_result(bank: ExpertBank) -> None:
     empty = Routing(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
-    assert moe_experts(torch.empty(0, HIDDEN), empty, bank).shape == (0, HIDDEN)
+    assert HERE.run(torch.empty(0, HIDDEN), empty, bank, 0).shape == (0, HIDDEN)
 
 
 def test_every_routed_token_is_counted_once() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.layer import ExpertPath, make_expert_path, moe_experts
+from moe_serve.experts.layer import DispatchedExperts, ExpertPath, make_expert_path
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.experts.placement import Placement
 from moe_serve.models.shard import ModelShard
@@ -19,6 +19,7 @@ from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.shard import Span
 from moe_serve.routing.backends import Backend
+from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 from tests.rank_pool import RankPool
 
@@ -104,11 +105,12 @@ def run_case(group: RankGroup, case: Case) -> Outcome:
     bank = whole_bank(case)
     path, own_bank = own_path(group, case, bank)
     x_TD, routing = tokens_of(case, case.owners[group.rank])
+    one_rank = DispatchedExperts(LocalDispatcher(NUM_EXPERTS))
     load = ExpertLoad(1, NUM_EXPERTS, CPU)
     load.count(0, routing.ids_TK)
     return Outcome(
         y_TD=path.run(x_TD, routing, own_bank, max(case.num_tokens)),
-        expected_TD=moe_experts(x_TD, routing, bank),
+        expected_TD=one_rank.run(x_TD, routing, bank, len(x_TD)),
         load_E=load.counts_LE[0],
     )
 

@@ -1,0 +1,296 @@
+"""What it costs to bring tokens to experts on other ranks: bytes and time, side by side.
+
+    .venv/bin/python scripts/bench_dispatch.py [--ranks 2,4] [--tokens 1,16,256] [--skew 0,1] ...
+
+Starts gloo ranks on this machine, one thread each. Per token of all ranks, then per layer:
+
+- sent: bytes that left a rank for another. bound: each token's row once to every other rank with
+  one of its experts, and one result row back for each (token, slot) computed elsewhere: what must
+  move if the home rank adds. bound if ranks add: one row back for each such rank instead, which
+  would make a token's bits depend on the placement.
+- exchange: dispatch and combine; layer: with the experts between. Medians of interleaved rounds,
+  first and third quartile in brackets, of the slowest rank of each round.
+
+`torch` is the baseline: torch's own all-gather of rows and ids, and its own reduce-scatter of each
+rank's part of the sum. It moves less than our static path, and its bits depend on the placement.
+Padding to equal parts, as all-to-all kernels with static shapes do, is what that path sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from moe_serve.experts.bank import ExpertBank
+from moe_serve.experts.placement import Placement
+from moe_serve.parallel.group import RankGroup
+from moe_serve.routing.all_gather import AllGatherDispatcher, AllGathered
+from moe_serve.routing.all_to_all import AllToAllDispatcher
+from moe_serve.routing.auto import prefers_static
+from moe_serve.routing.dispatch import Dispatcher, weigh_slots
+from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.router import Routing
+
+# Shapes: T tokens of a rank, D model, K top-k, E experts, S ranks, N tokens of all ranks, R rows.
+
+COLUMNS = (
+    "ranks", "skew", "tokens a rank", "path", "sent B", "bound B", "sent / bound",
+    "bound B if ranks add", "exchange ms", "layer ms",
+)  # fmt: skip
+WARMUP = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """`skew`: expert i is wanted in proportion to (i + 1) ** -skew."""
+
+    num_ranks: int
+    num_tokens: int
+    skew: float
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    rounds: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.torch_dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Bytes that must leave this rank's tokens for other ranks and come back to them."""
+
+    home_adds: int
+    ranks_add: int
+
+
+class TorchDispatcher(AllGatherDispatcher):
+    """The baseline. It adds a token's results where they are computed, in no order to rely on."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllGathered:
+        ids_TK, weights_TK = routing
+        gathered = [self._gather(part) for part in (x_TD, ids_TK.to(torch.int32), weights_TK)]
+        x_ND, ids_NK, weights_NK = gathered
+        index_NK = self._index_of_E[ids_NK.long()]
+        experts = [index_NK == expert for expert in range(self.num_local)]
+        places = [expert.flatten().nonzero()[:, 0] for expert in experts]
+        order_R = torch.cat(places)
+        return AllGathered(
+            rows_RD=x_ND.index_select(0, order_R // ids_TK.shape[1]),
+            counts=[len(place) for place in places],
+            order_R=order_R,
+            num_slots=ids_NK.numel(),
+            weights_TK=weights_NK,
+        )
+
+    def combine(self, rows_RD: Tensor, dispatched: AllGathered) -> Tensor:
+        slots = rows_RD.new_zeros((dispatched.num_slots, rows_RD.shape[1]))
+        slots.index_copy_(0, dispatched.order_R, rows_RD)
+        weights_NK = dispatched.weights_TK
+        slots_NKD = slots.view(*weights_NK.shape, rows_RD.shape[1])
+        part_ND = weigh_slots(slots_NKD, weights_NK).to(rows_RD.dtype)
+        out_TD = part_ND.new_empty((len(part_ND) // self.group.size, rows_RD.shape[1]))
+        self.group.bytes_sent += out_TD.nbytes * (self.group.size - 1)
+        dist.reduce_scatter_single(out_TD, part_ND)
+        return out_TD
+
+    def _gather(self, part: Tensor) -> Tensor:
+        out = part.new_empty((self.group.size * part.shape[0], part.shape[1]))
+        self.group.bytes_sent += part.nbytes * (self.group.size - 1)
+        dist.all_gather_single(out, part)
+        return out
+
+
+class Contestant(Protocol):
+    def __call__(self) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    name: str
+    dispatcher: Dispatcher[Any]
+
+
+def tokens_of(setting: Setting, rank: int) -> tuple[Tensor, Routing]:
+    rng = torch.Generator().manual_seed(rank)
+    shape = (setting.num_tokens, setting.num_experts)
+    popularity_E = -setting.skew * torch.arange(1, setting.num_experts + 1).float().log()
+    gumbel_TE = -torch.rand(shape, generator=rng).log().neg().log()
+    chosen = (popularity_E + gumbel_TE).topk(setting.top_k)
+    x_TD = torch.randn(setting.num_tokens, setting.hidden, generator=rng)
+    return x_TD.to(setting.torch_dtype), Routing(chosen.indices, chosen.values.softmax(-1))
+
+
+def bounds(setting: Setting, ranks_TK: Tensor, rank: int) -> Bounds:
+    others = [other for other in range(setting.num_ranks) if other != rank]
+    pairs = sum(int((ranks_TK == other).any(1).sum()) for other in others)
+    slots = int((ranks_TK != rank).sum())
+    return Bounds(
+        home_adds=(pairs + slots) * setting.row_bytes, ranks_add=2 * pairs * setting.row_bytes
+    )
+
+
+def own_bank(setting: Setting, num_local: int) -> ExpertBank:
+    cpu = torch.device("cpu")
+    bank = ExpertBank(num_local, setting.hidden, setting.inner, "silu", setting.torch_dtype, cpu)
+    for parameter in bank.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * parameter.shape[2] ** -0.5)
+    return bank
+
+
+def measure(group: RankGroup, setting: Setting) -> list[str]:
+    """The lines of one setting, on every rank."""
+    placement = Placement.make(setting.num_experts, group.size, "linear")
+    experts = ExpertMap.make(placement.rank_of, placement.index_of, group.size)
+    bank = own_bank(setting, experts.num_local[group.rank])
+    x_TD, routing = tokens_of(setting, group.rank)
+    paths = [
+        Path("torch", TorchDispatcher(group, experts)),
+        Path("allgather_reducescatter", AllGatherDispatcher(group, experts)),
+        Path("all_to_all", AllToAllDispatcher(group, experts)),
+    ]
+
+    def exchange(path: Path, with_experts: bool) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            dispatched = path.dispatcher.dispatch(x_TD, routing, setting.num_tokens)
+            rows_RD = dispatched.rows_RD
+            results = bank(rows_RD, dispatched.counts) if with_experts else rows_RD
+            return path.dispatcher.combine(results, dispatched)
+
+        return call
+
+    sent = [bytes_of(group, exchange(path, False)) for path in paths]
+    calls = [exchange(path, with_experts) for path in paths for with_experts in (False, True)]
+    times = medians(calls, setting.rounds)
+    found = bounds(setting, experts.rank_of_E[routing.ids_TK], group.rank)
+    needed, added = total(found.home_adds), total(found.ranks_add)
+    num_tokens = setting.num_tokens * group.size
+    takes_static = prefers_static(setting.num_tokens, group.size, setting.top_k, setting.row_bytes)
+    chosen = "allgather_reducescatter" if takes_static else "all_to_all"
+    return [
+        line(
+            group.size, f"{setting.skew:g}", setting.num_tokens,
+            path.name + (" (auto)" if path.name == chosen else ""),
+            f"{sent[i] / num_tokens:.0f}", f"{needed / num_tokens:.0f}",
+            f"{sent[i] / needed:.2f}" if needed else "-", f"{added / num_tokens:.0f}",
+            times[2 * i], times[2 * i + 1],
+        )
+        for i, path in enumerate(paths)
+    ]  # fmt: skip
+
+
+def bytes_of(group: RankGroup, call: Callable[[], Tensor]) -> int:
+    """What all ranks send in one call."""
+    before = group.bytes_sent
+    call()
+    return total(group.bytes_sent - before)
+
+
+def total(count: int) -> int:
+    summed = torch.tensor(count)
+    dist.all_reduce(summed)
+    return int(summed)
+
+
+def medians(calls: Sequence[Callable[[], Tensor]], rounds: int) -> list[str]:
+    """Milliseconds of each call, in turns so that a slow minute meets all alike."""
+    seconds = torch.zeros(len(calls), WARMUP + rounds, dtype=torch.float64)
+    for turn, (index, call) in itertools.product(range(WARMUP + rounds), enumerate(calls)):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        seconds[index, turn] = time.perf_counter() - start
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    quartiles = [statistics.quantiles(row.tolist(), n=4) for row in seconds[:, WARMUP:] * 1e3]
+    return [f"{middle:.2f} [{low:.2f}, {high:.2f}]" for low, middle, high in quartiles]
+
+
+def line(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def run_rank(rank: int, settings: Sequence[Setting], store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=settings[0].num_ranks
+    )
+    group = RankGroup(dist.group.WORLD)
+    with torch.inference_mode():
+        for setting in settings:
+            lines = measure(group, setting)
+            if rank == 0:
+                print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(text.split(":")[1].strip() for text in file if "model name" in text)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def settings_of(args: argparse.Namespace, num_ranks: int) -> Iterator[Setting]:
+    for skew, num_tokens in itertools.product(args.skew, args.tokens):
+        yield Setting(
+            num_ranks=num_ranks, num_tokens=num_tokens, skew=skew, hidden=args.hidden,
+            inner=args.inner, num_experts=args.experts, top_k=args.top_k, dtype=args.dtype,
+            rounds=args.rounds,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser.add_argument("--ranks", type=numbers, default=[2, 4])
+    parser.add_argument("--tokens", type=numbers, default=[1, 16, 256], help="of each rank")
+    parser.add_argument(
+        "--skew", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0]
+    )
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    print(f"{datetime.date.today()} · {processor()}, {os.cpu_count()} cores · Python "
+          f"{platform.python_version()}, torch {torch.__version__}, gloo, one thread a rank · "
+          f"`{shlex.join(['python', *sys.argv])}`\n")  # fmt: skip
+    print(line(*COLUMNS))
+    print("|" + "---|" * len(COLUMNS), flush=True)
+    for num_ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            run = list(settings_of(args, num_ranks)), f"{folder}/store"
+            multiprocessing.spawn(run_rank, args=run, nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()
