@@ -17,8 +17,9 @@ from moe_serve.experts.placement import Placement
 from moe_serve.models.shard import ModelShard
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.layout import RankLayout
-from moe_serve.parallel.shard import Span
+from moe_serve.parallel.shard import Span, split
 from moe_serve.routing.backends import Backend
+from moe_serve.routing.dispatch import weigh_slots
 from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 from tests.rank_pool import RankPool
@@ -35,7 +36,7 @@ UNEVEN = ((6, 0), (), (5,), (1, 2, 3, 4))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Rank r has tokens r, r + S, ... of S * `stride`, as many as `num_tokens[r]`."""
+    """Rank r has the tokens of `owners[r]`. A `placement` makes experts whole."""
 
     num_tokens: tuple[int, ...] = TOKENS
     dtype: str = "float32"
@@ -48,11 +49,24 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One rank's results, those of a single rank for the same tokens, and the load it counted."""
+    """One rank's results, those of a single rank for the same tokens, and the load it counted.
+
+    `parts_TD`: what parts added in fp32 in order of rank come to. `num_rows` it computed.
+    """
 
     y_TD: Tensor
     expected_TD: Tensor
+    parts_TD: Tensor
     load_E: Tensor
+    num_rows: int
+
+
+class CountingBank(ExpertBank):
+    num_rows = 0
+
+    def activate(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
+        self.num_rows += len(rows_RD)
+        return super().activate(rows_RD, counts)
 
 
 def whole_bank(case: Case) -> ExpertBank:
@@ -63,8 +77,8 @@ def whole_bank(case: Case) -> ExpertBank:
     return bank
 
 
-def part_of(bank: ExpertBank, experts: tuple[int, ...], rows: Span, columns: Span) -> ExpertBank:
-    own = ExpertBank(
+def part_of(bank: ExpertBank, experts: tuple[int, ...], rows: Span, columns: Span) -> CountingBank:
+    own = CountingBank(
         len(experts), HIDDEN, rows.size, "silu", bank.down_EDF.dtype, CPU, columns.size
     )
     gate, up = bank.gate_up_EGD[list(experts)].chunk(2, dim=1)
@@ -74,7 +88,7 @@ def part_of(bank: ExpertBank, experts: tuple[int, ...], rows: Span, columns: Spa
     return own
 
 
-def own_path(group: RankGroup, case: Case, bank: ExpertBank) -> tuple[ExpertPath, ExpertBank]:
+def own_path(group: RankGroup, case: Case, bank: ExpertBank) -> tuple[ExpertPath, CountingBank]:
     layout = RankLayout(
         rank=group.rank,
         tensor_size=group.size,
@@ -100,6 +114,19 @@ def tokens_of(case: Case, owner: int) -> tuple[Tensor, Routing]:
     return x_TD, Routing(scores_TE.topk(TOP_K).indices, weights_TK)
 
 
+def added_parts(x_TD: Tensor, routing: Routing, bank: ExpertBank, inner: int, size: int) -> Tensor:
+    """What `size` ranks that split the inner size should give, on one."""
+    dispatched = LocalDispatcher(NUM_EXPERTS).dispatch(x_TD, routing, len(x_TD))
+    total_TD = torch.zeros(len(x_TD), HIDDEN)
+    for rank in range(size):
+        span = split(inner, rank, size)
+        part = part_of(bank, tuple(range(NUM_EXPERTS)), span, span)
+        rows_RD = part(dispatched.rows_RD, dispatched.counts)
+        slots_TKD = rows_RD[dispatched.inverse_R].view(len(x_TD), TOP_K, HIDDEN)
+        total_TD += weigh_slots(slots_TKD, routing.weights_TK)
+    return total_TD.to(x_TD.dtype)
+
+
 def run_case(group: RankGroup, case: Case) -> Outcome:
     """On each rank."""
     bank = whole_bank(case)
@@ -111,7 +138,9 @@ def run_case(group: RankGroup, case: Case) -> Outcome:
     return Outcome(
         y_TD=path.run(x_TD, routing, own_bank, max(case.num_tokens)),
         expected_TD=one_rank.run(x_TD, routing, bank, len(x_TD)),
+        parts_TD=added_parts(x_TD, routing, bank, case.inner, group.size),
         load_E=load.counts_LE[0],
+        num_rows=own_bank.num_rows,
     )
 
 
@@ -122,9 +151,12 @@ def pool() -> Iterator[RankPool]:
 
 
 def run(pool: RankPool, case: Case, size: int = 4) -> list[Outcome]:
-    outcomes: list[Outcome] = pool.run(run_case, case, size=size, deadline=20)
+    outcomes: list[Outcome] = pool.run(run_case, case, size=size, deadline=10)
     load = sum(int(outcome.load_E.sum()) for outcome in outcomes)
     assert load == TOP_K * sum(case.num_tokens[owner] for owner in case.owners[:size])
+    rows = [outcome.num_rows for outcome in outcomes]
+    # Each routed token is computed once, or in part by everyone; padding never.
+    assert sum(rows) == load if case.placement or size == 1 else rows == [load] * size
     for outcome in outcomes:
         assert outcome.y_TD.dtype == outcome.expected_TD.dtype
     return outcomes
@@ -155,15 +187,16 @@ def test_activations_exchanged_give_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("inner", [130, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_parts_added_are_the_whole_sum(pool: RankPool, size: int, inner: int) -> None:
-    for outcome in run(pool, Case(inner=inner), size):
-        torch.testing.assert_close(outcome.y_TD, outcome.expected_TD, atol=1e-5, rtol=1e-5)
-
-
-def test_parts_added_are_the_whole_sum_in_bf16(pool: RankPool) -> None:
-    for outcome in run(pool, Case(dtype="bfloat16")):
-        torch.testing.assert_close(outcome.y_TD, outcome.expected_TD, atol=2e-2, rtol=2e-2)
+def test_parts_are_added_in_fp32_in_order_of_rank(
+    pool: RankPool, size: int, dtype: str, inner: int
+) -> None:
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for outcome in run(pool, Case(inner=inner, dtype=dtype), size):
+        y_TD, expected_TD = outcome.y_TD, outcome.expected_TD
+        torch.testing.assert_close(y_TD, expected_TD, atol=tolerance, rtol=tolerance)
+        assert torch.equal(y_TD, outcome.parts_TD)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -132,7 +132,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def check(pool: RankPool, case: Case) -> list[Outcome]:
-    outcomes = pool.run(run_case, case, size=len(case.placement), deadline=20)
+    outcomes = pool.run(run_case, case, size=len(case.placement), deadline=10)
     assert [outcome.is_equal for outcome in outcomes] == [True] * len(outcomes)
     chosen = list(itertools.chain(*(row for outcome in outcomes for row in outcome.ids)))
     for own, outcome in zip(case.placement, outcomes, strict=True):
