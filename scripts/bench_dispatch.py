@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/bench_dispatch.py [--ranks 2,4] [--tokens 1,16,256] [--skew 0,1] ...
 
-Starts gloo ranks on this machine, one thread each. Per token of all ranks, then per layer:
+Starts gloo ranks on this machine, one thread each; (auto) marks what `auto` takes. Columns, bytes per
+token and times per layer:
 
 - sent: bytes that left a rank for another. bound: each token's row once to every other rank with
   one of its experts, and one result row back for each (token, slot) computed elsewhere: what must
@@ -11,8 +12,8 @@ Starts gloo ranks on this machine, one thread each. Per token of all ranks, then
 - exchange: dispatch and combine; layer: with the experts between. Medians of interleaved rounds,
   first and third quartile in brackets, of the slowest rank of each round.
 
-`torch` is the baseline: torch's own all-gather of rows and ids, and its own reduce-scatter of each
-rank's part of the sum. It moves less than our static path, and its bits depend on the placement.
+`torch` is the baseline: torch's own all-gather of rows, weights and ids, and its own reduce-scatter
+of each rank's part of the sum, in the model's dtype. Its bits depend on the placement.
 Padding to equal parts, as all-to-all kernels with static shapes do, is what that path sends.
 """
 
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,14 @@ from torch import Tensor, multiprocessing
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.placement import Placement
+from moe_serve.kernels.permute import permute
 from moe_serve.parallel.group import RankGroup
-from moe_serve.routing.all_gather import AllGatherDispatcher, AllGathered
+from moe_serve.routing.all_gather import AllGatherDispatcher
 from moe_serve.routing.all_to_all import AllToAllDispatcher
 from moe_serve.routing.auto import prefers_static
-from moe_serve.routing.dispatch import Dispatcher, weigh_slots
+from moe_serve.routing.dispatch import Dispatched, Dispatcher
 from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 
 # Shapes: T tokens of a rank, D model, K top-k, E experts, S ranks, N tokens of all ranks, R rows.
@@ -87,45 +90,50 @@ class Bounds:
     ranks_add: int
 
 
-class TorchDispatcher(AllGatherDispatcher):
-    """The baseline. It adds a token's results where they are computed, in no order to rely on."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TorchDispatched(Dispatched):
+    token_R: Tensor
+    weights_R: Tensor
+    num_tokens: int
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllGathered:
-        ids_TK, weights_TK = routing
-        gathered = [self._gather(part) for part in (x_TD, ids_TK.to(torch.int32), weights_TK)]
-        x_ND, ids_NK, weights_NK = gathered
-        index_NK = self._index_of_E[ids_NK.long()]
-        experts = [index_NK == expert for expert in range(self.num_local)]
-        places = [expert.flatten().nonzero()[:, 0] for expert in experts]
-        order_R = torch.cat(places)
-        return AllGathered(
-            rows_RD=x_ND.index_select(0, order_R // ids_TK.shape[1]),
-            counts=[len(place) for place in places],
-            order_R=order_R,
-            num_slots=ids_NK.numel(),
-            weights_TK=weights_NK,
+
+class TorchDispatcher:
+    """The baseline. It adds a token's results where they are computed."""
+
+    def __init__(self, group: RankGroup, experts: ExpertMap) -> None:
+        self.group = group
+        self.num_local = experts.num_local[group.rank]
+        self.index_of_E = experts.index_of_E.where(experts.rank_of_E == group.rank, -1)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> TorchDispatched:
+        parts = (x_TD, routing.weights_TK, routing.ids_TK.to(torch.int16))
+        packed = pack(*parts)
+        gathered = packed.new_empty((self.group.size * len(packed), packed.shape[1]))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, packed)
+        self.group.bytes_sent += packed.nbytes * (self.group.size - 1)
+        x_ND, weights_NK, ids_NK = unpack(gathered, *((p.shape[1], p.dtype) for p in parts))
+        permutation = permute(self.index_of_E[ids_NK.long()], self.num_local)
+        counts = permutation.counts_E.tolist()
+        order_R = permutation.order_R[: sum(counts)]
+        token_R = order_R // ids_NK.shape[1]
+        return TorchDispatched(
+            rows_RD=x_ND.index_select(0, token_R),
+            counts=counts,
+            token_R=token_R,
+            weights_R=weights_NK.flatten()[order_R],
+            num_tokens=len(x_ND),
         )
 
-    def combine(self, rows_RD: Tensor, dispatched: AllGathered) -> Tensor:
-        slots = rows_RD.new_zeros((dispatched.num_slots, rows_RD.shape[1]))
-        slots.index_copy_(0, dispatched.order_R, rows_RD)
-        weights_NK = dispatched.weights_TK
-        slots_NKD = slots.view(*weights_NK.shape, rows_RD.shape[1])
-        part_ND = weigh_slots(slots_NKD, weights_NK).to(rows_RD.dtype)
+    def combine(self, rows_RD: Tensor, dispatched: TorchDispatched) -> Tensor:
+        part_ND = torch.zeros(dispatched.num_tokens, rows_RD.shape[1])
+        weighted_RD = rows_RD.float() * dispatched.weights_R[:, None]
+        part_ND = part_ND.index_add_(0, dispatched.token_R, weighted_RD).to(rows_RD.dtype)
         out_TD = part_ND.new_empty((len(part_ND) // self.group.size, rows_RD.shape[1]))
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(out_TD, part_ND)
         self.group.bytes_sent += out_TD.nbytes * (self.group.size - 1)
-        dist.reduce_scatter_single(out_TD, part_ND)
         return out_TD
-
-    def _gather(self, part: Tensor) -> Tensor:
-        out = part.new_empty((self.group.size * part.shape[0], part.shape[1]))
-        self.group.bytes_sent += part.nbytes * (self.group.size - 1)
-        dist.all_gather_single(out, part)
-        return out
-
-
-class Contestant(Protocol):
-    def __call__(self) -> Tensor: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +170,7 @@ def own_bank(setting: Setting, num_local: int) -> ExpertBank:
 
 
 def measure(group: RankGroup, setting: Setting) -> list[str]:
-    """The lines of one setting, on every rank."""
+    """The lines of one setting, the same on every rank."""
     placement = Placement.make(setting.num_experts, group.size, "linear")
     experts = ExpertMap.make(placement.rank_of, placement.index_of, group.size)
     bank = own_bank(setting, experts.num_local[group.rank])
@@ -186,20 +194,29 @@ def measure(group: RankGroup, setting: Setting) -> list[str]:
     calls = [exchange(path, with_experts) for path in paths for with_experts in (False, True)]
     times = medians(calls, setting.rounds)
     found = bounds(setting, experts.rank_of_E[routing.ids_TK], group.rank)
-    needed, added = total(found.home_adds), total(found.ranks_add)
-    num_tokens = setting.num_tokens * group.size
-    takes_static = prefers_static(setting.num_tokens, group.size, setting.top_k, setting.row_bytes)
+    needed = Bounds(home_adds=total(found.home_adds), ranks_add=total(found.ranks_add))
+    return [
+        line(*cells(setting, path.name, sent[i], needed), *times[2 * i : 2 * i + 2])
+        for i, path in enumerate(paths)
+    ]
+
+
+def cells(setting: Setting, name: str, sent: int, needed: Bounds) -> list[object]:
+    num_tokens = setting.num_tokens * setting.num_ranks
+    takes_static = prefers_static(
+        setting.num_tokens, setting.num_ranks, setting.top_k, setting.row_bytes
+    )
     chosen = "allgather_reducescatter" if takes_static else "all_to_all"
     return [
-        line(
-            group.size, f"{setting.skew:g}", setting.num_tokens,
-            path.name + (" (auto)" if path.name == chosen else ""),
-            f"{sent[i] / num_tokens:.0f}", f"{needed / num_tokens:.0f}",
-            f"{sent[i] / needed:.2f}" if needed else "-", f"{added / num_tokens:.0f}",
-            times[2 * i], times[2 * i + 1],
-        )
-        for i, path in enumerate(paths)
-    ]  # fmt: skip
+        setting.num_ranks,
+        f"{setting.skew:g}",
+        setting.num_tokens,
+        name + (" (auto)" if name == chosen else ""),
+        f"{sent / num_tokens:.0f}",
+        f"{needed.home_adds / num_tokens:.0f}",
+        f"{sent / needed.home_adds:.2f}" if needed.home_adds else "-",
+        f"{needed.ranks_add / num_tokens:.0f}",
+    ]
 
 
 def bytes_of(group: RankGroup, call: Callable[[], Tensor]) -> int:
