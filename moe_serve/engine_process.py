@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -129,6 +131,8 @@ class _Process:
 
 
 def _end_with_server() -> None:
-    """The server is stopped: nobody hears its clients. Its end is seen otherwise, and sooner."""
+    """The server is stopped, and nobody hears its clients. Its end frees them, and the port."""
     time.sleep(CAUSE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(os.getppid(), signal.SIGKILL)
     os._exit(EXIT_FAULT)

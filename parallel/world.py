@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.group import SOLO, RankGroup
 from moe_serve.parallel.layout import RankLayout
+from moe_serve.parallel.meeting import meet
 from moe_serve.parallel.network import address_towards, choose_gloo_interface
 
 # Ranks start at different times: nodes boot, models are downloaded.
@@ -65,8 +66,7 @@ def join(
     )
     store, _, _ = next(rendezvous)
     # Before gloo, whose patience with late ranks is the collectives' timeout.
-    store.set(f"moe_serve/here/{seat.rank}", b"1")
-    store.wait([f"moe_serve/here/{rank}" for rank in range(seat.world_size)], patience)
+    store = meet(store, seat.rank, seat.world_size, JOIN_SECONDS)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -1,0 +1,58 @@
+"""Ranks of one start find each other in a store that may remember an earlier start."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_LOOK_AGAIN_SECONDS = 0.5
+_START = "moe_serve/start"
+
+
+def meet(store: Any, rank: int, num_ranks: int, patience: float) -> Any:
+    """Wait until all ranks are here -> a store of this start alone.
+
+    torchrun keeps its store when it restarts the ranks, with all that dead ones wrote into it. So
+    rank 0 names the start, each other rank answers with a word of its own, and goes on only when
+    rank 0 has repeated that word. Raises RuntimeError (torch's `DistStoreError`) after `patience`
+    seconds.
+    """
+    if rank == 0:
+        start = _new_word()
+        store.set(_START, start)
+        for other in range(1, num_ranks):
+            word = _wait(store, f"{start}/here/{other}", patience)
+            store.set(f"{start}/go/{word}", "")
+    else:
+        start = _wait_go(store, rank, patience)
+    return dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+
+
+def _wait_go(store: Any, rank: int, patience: float) -> str:
+    deadline = time.monotonic() + patience
+    start, word = "", _new_word()
+    while True:
+        latest = _wait(store, _START, deadline - time.monotonic())
+        if latest != start:
+            start = latest
+            store.set(f"{start}/here/{rank}", word)
+        try:
+            _wait(store, f"{start}/go/{word}", _LOOK_AGAIN_SECONDS)
+            return start
+        except dist.DistStoreError:
+            # An old start never answers; the new one may be there by now.
+            if time.monotonic() > deadline:
+                raise
+
+
+def _wait(store: Any, key: str, seconds: float) -> str:
+    store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+    return str(store.get(key).decode())
+
+
+def _new_word() -> str:
+    return uuid.uuid4().hex
