@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/bench_dispatch.py [--ranks 2,4] [--tokens 1,16,256] [--skew 0,1] ...
 
-Starts gloo ranks on this machine, one thread each; (auto) marks what `auto` takes. Columns, bytes per
-token and times per layer:
+Starts gloo ranks on this machine, one thread each; (auto) marks what `auto` takes. Bytes are per
+token, times per layer:
 
 - sent: bytes that left a rank for another. bound: each token's row once to every other rank with
   one of its experts, and one result row back for each (token, slot) computed elsewhere: what must
@@ -14,7 +14,7 @@ token and times per layer:
 
 `torch` is the baseline: torch's own all-gather of rows, weights and ids, and its own reduce-scatter
 of each rank's part of the sum, in the model's dtype. Its bits depend on the placement.
-Padding to equal parts, as all-to-all kernels with static shapes do, is what that path sends.
+An all-to-all padded to equal parts sends what `allgather_reducescatter` does.
 """
 
 from __future__ import annotations

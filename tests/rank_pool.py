@@ -38,6 +38,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+# A process finds this module by its name; pytest alone need not have its folder on the path.
+_ROOT = str(Path(__file__).parents[1])
+if _ROOT not in sys.path:
+    sys.path.append(_ROOT)
 # The processes are forked from one that has imported torch already.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["torch.distributed"])
