@@ -26,18 +26,18 @@ class LocalExecutor:
     """One rank, this one."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self._runner.run(plan)
+        result = self.runner.run(plan)
         assert result is not None
         return result
 
     def expert_load(self) -> list[list[int]]:
-        return self._runner.load.to_list()
+        return self.runner.load.to_list()
 
     def forget_warm_up(self, num_blocks: int) -> None:
-        self._runner.forget_warm_up(num_blocks)
+        self.runner.forget_warm_up(num_blocks)
 
     def close(self) -> None:
         pass

@@ -29,7 +29,7 @@ class RankedExecutor:
     """All ranks, this one being rank 0: each runs its lane's part of the plan."""
 
     def __init__(self, runner: ModelRunner, links: RankLinks, layout: RankLayout) -> None:
-        self._runner = runner
+        self.runner = runner
         self._links = links
         self._layout = layout
         self._encoder = StepEncoder(layout.data_size)
@@ -39,7 +39,7 @@ class RankedExecutor:
             for rank in self._layout.lane_ranks(lane):
                 if rank:
                     self._links.send(rank, message)
-        own = self._runner.run(plan.of_lane(0))
+        own = self.runner.run(plan.of_lane(0))
         assert own is not None
         results, failures = list(own.results), dict(own.failures)
         for lane in range(1, self._layout.data_size):
@@ -52,11 +52,11 @@ class RankedExecutor:
     def expert_load(self) -> list[list[int]]:
         self._links.send_all(ReadLoad())
         others = [answer.counts for answer in self._links.receive_all(RankLoad)]
-        return _sum([self._runner.load.to_list(), *others])
+        return _sum([self.runner.load.to_list(), *others])
 
     def forget_warm_up(self, num_blocks: int) -> None:
         self._links.send_all(ForgetWarmUp(num_blocks=num_blocks))
-        self._runner.forget_warm_up(num_blocks)
+        self.runner.forget_warm_up(num_blocks)
 
     def close(self) -> None:
         self._links.close()

@@ -101,7 +101,7 @@ def test_a_prompt_may_be_evaluated_without_output(random_model: Path) -> None:
 def test_bad_logits_end_one_request_alone(random_model: Path) -> None:
     with LLM(str(random_model), num_threads=1, enable_prefix_caching=False) as llm:
         known = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
-        llm.engine.runner.model.embedding.weight_VD[120] = float("nan")
+        llm.engine.executor.runner.model.embedding.weight_VD[120] = float("nan")
         scoring = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
         for params in (GREEDY, scoring):
             good, bad = llm.generate([[1, 2, 3], [5, 120, 6]], [GREEDY, params])

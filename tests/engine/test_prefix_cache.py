@@ -32,7 +32,7 @@ def cached_contents(llm: LLM, ids: list[int]) -> dict[int, str]:
     for block_id in llm.engine.scheduler.lanes[0].block_manager.find_prefix(request):
         parts = [
             tensor[block_id].numpy().tobytes()
-            for kv in llm.engine.runner.pool
+            for kv in llm.engine.executor.runner.pool
             for tensor in (kv.keys_BsNh, kv.values_BsNh)
         ]
         digests[block_id] = hashlib.sha256(b"".join(parts)).hexdigest()
