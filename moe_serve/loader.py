@@ -6,7 +6,6 @@ A rank reads the parts that it holds and nothing else; what it leaves out is che
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ from moe_serve.models.sources import decoder_sources
 from moe_serve.models.spec import DecoderSpec
 from moe_serve.parallel.shard import Span
 from moe_serve.ranks import SINGLE_RANK, Ranks
-
-logger = logging.getLogger(__name__)
 
 # Tensor name -> what this rank takes of it.
 Plan = dict[str, Source]
@@ -77,8 +74,6 @@ def load_model(
     total = num_bytes_to_read(plan, checkpoint)
     with _progress(total, show_bar=show_progress, on_progress=on_progress) as advance:
         fill(dict(decoder.named_parameters()), checkpoint, plan, advance)
-    if ranks.layout.world_size > 1:
-        logger.info("read %s of the checkpoint's %s", _size(total), _size(checkpoint.num_bytes))
     return decoder.eval()
 
 
@@ -234,10 +229,6 @@ def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMES_IN_AN_ERROR])
     more = len(names) - _MOST_NAMES_IN_AN_ERROR
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextlib.contextmanager

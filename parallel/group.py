@@ -24,8 +24,8 @@ class RankGroup:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.bytes_sent = 0
-        # gloo's all-to-all is 1.5 to 6 times faster than its all-gather (BENCHMARKS.md).
-        self._gathers_by_all_to_all = (
+        # gloo's own sum takes up to twice as long as an all-to-all and a local one (BENCHMARKS.md).
+        self._sums_by_all_to_all = (
             process_group is not None and dist.get_backend(process_group) == "gloo"
         )
 
@@ -33,8 +33,6 @@ class RankGroup:
         """[n, ...] of each rank, n equal everywhere -> [S * n, ...] in order of rank."""
         if self.size == 1:
             return x
-        if self._gathers_by_all_to_all:
-            return self.all_to_all(x.repeat(self.size, *[1] * (x.dim() - 1)))
         self.bytes_sent += x.nbytes * (self.size - 1)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,7 +89,7 @@ class RankGroup:
             return x
         bits = x.contiguous().view(torch.uint8).flatten(1)
         wide = bits.view(torch.int32) if bits.shape[1] % 4 == 0 else bits
-        if self._gathers_by_all_to_all:
+        if self._sums_by_all_to_all:
             parts = self.all_to_all(wide).view(self.size, -1, wide.shape[1])
             total = parts.sum(0, dtype=wide.dtype)
         else:
