@@ -17,23 +17,25 @@ from moe_serve.parallel.degrees import RankSeat
 logger = logging.getLogger(__name__)
 
 LAUNCHER_POLL_SECONDS = 0.5
+# Until the neighbour that meets the same error has told of it, or is too late.
+NEIGHBOUR_SECONDS = 15.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: ServeConfig, seat: RankSeat) -> int:
-    """Serve as that rank; the exit code. Raises what the user must mend, once a host."""
+    """Serve as that rank; the exit code. Raises what the user must mend."""
     set_up(config.log_level, role=f"rank {seat.rank}")
     threading.Thread(target=end_with_launcher, daemon=True).start()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     try:
         return rank_worker.run(config.engine, seat, on_joined=_ignore_signals)
-    except (ConfigError, CheckpointError) as error:
-        # Neighbours meet the same error; on the first host rank 0 is the one to tell.
-        if seat.local_rank == 0:
-            raise
-        logger.debug("refused: %s", error)
-        return rank_worker.EXIT_CONFIG
+    except (ConfigError, CheckpointError):
+        # Neighbours meet the same error; one line a host is enough. The launcher ends the others
+        # as soon as one has ended, so the first must not be outrun by those that stay silent.
+        if seat.local_rank > 0:
+            time.sleep(NEIGHBOUR_SECONDS)
+        raise
 
 
 def _ignore_signals() -> None:

@@ -1,22 +1,32 @@
-"""A real server: its two processes, over loopback, started as a user starts it."""
+"""A real server: its processes, over loopback, started as a user starts it."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import torch
+
+from moe_serve.llm import LLM
+from moe_serve.sampling_params import SamplingParams
 
 START_SECONDS = 60
+# In the environment of all that a server starts, directly or not: it outlives parents.
+MARK = "TEST_SERVER_MARK"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def free_port() -> int:
@@ -27,15 +37,29 @@ def free_port() -> int:
 
 
 class Server:
-    """`moe-serve serve` in a child process; `log` is what it wrote."""
+    """`moe-serve serve` in a child process; `log` is what it wrote.
 
-    def __init__(self, model: Path | str, *flags: str, port: int | None = None) -> None:
+    `torchrun`: flags of torchrun, where that shall start the ranks.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        port: int | None = None,
+        torchrun: Sequence[str] | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile(mode="w+")
-        command = [sys.executable, "-m", "moe_serve", "serve", str(model), "--port", str(self.port)]
+        self._mark = uuid.uuid4().hex
+        launcher = [sys.executable] if torchrun is None else [*TORCHRUN, *torchrun]
+        command = [*launcher, "-m", "moe_serve", "serve", str(model), "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [*command, "--num-threads", "1", *flags], stdout=self._log, stderr=self._log
+            [*command, "--num-threads", "1", *flags],
+            stdout=self._log,
+            stderr=self._log,
+            env=os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1"},
         )
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
@@ -75,28 +99,100 @@ class Server:
         assert not alive, f"left behind: {alive}"
         return code
 
+    def processes(self) -> list[psutil.Process]:
+        """All that live of what was started here, wherever they are in the process tree."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+    def rank(self, number: int) -> psutil.Process | None:
+        """The process that a launcher started as that rank; None where it is not there."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                is_launched = "serve" in process.cmdline()
+                if is_launched and process.environ().get("RANK") == str(number):
+                    return process
+        return None
+
+    def wait_rank(self, number: int, seconds: float = 30) -> psutil.Process:
+        """The process of that rank as soon as it is there."""
+        deadline = time.monotonic() + seconds
+        while (process := self.rank(number)) is None:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.log
+            time.sleep(0.02)
+        return process
+
+    def check_gone(self, seconds: float = 5) -> None:
+        """Nothing that was started here lives on, after that time at most."""
+        deadline = time.monotonic() + seconds
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"left behind: {alive}\n{self.log}"
+            time.sleep(0.05)
+
     def close(self) -> None:
         self.client.close()
-        if self.process.poll() is None:
-            for child in self.children():
-                child.kill()
-            self.process.kill()
-        self.process.wait(10)
+        # Again and again: one that starts others may be among them.
+        while self.process.poll() is None or self.processes():
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.02)
         self._log.close()
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(
+        model: Path | str,
+        *flags: str,
+        port: int | None = None,
+        torchrun: Sequence[str] | None = None,
+    ) -> Server:
+        servers.append(Server(model, *flags, port=port, torchrun=torchrun))
+        return servers[-1]
+
+    try:
+        yield make
+    finally:
+        for server in servers:
+            server.close()
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """start(model, *flags, port=None) -> a Server that need not be ready yet."""
-    servers: list[Server] = []
+    """start(model, *flags, port=None, torchrun=None) -> a Server that need not be ready yet."""
+    with starting() as make:
+        yield make
 
-    def make(model: Path | str, *flags: str, port: int | None = None) -> Server:
-        servers.append(Server(model, *flags, port=port))
-        return servers[-1]
 
-    yield make
-    for server in servers:
-        server.close()
+@pytest.fixture(scope="module")
+def start_shared() -> Iterator[Callable[..., Server]]:
+    """As `start`, for a server that several tests of a module use."""
+    with starting() as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def one_rank(random_model: Path) -> Iterator[Callable[[Sequence[str], int], list[str]]]:
+    """one_rank(prompts, max_tokens) -> greedy texts of the model on one rank, in float32."""
+    num_threads = torch.get_num_threads()
+    options = SamplingParams(temperature=0, ignore_eos=True)
+    with LLM(
+        str(random_model), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=512
+    ) as llm:
+
+        def texts(prompts: Sequence[str], max_tokens: int) -> list[str]:
+            params = dataclasses.replace(options, max_tokens=max_tokens)
+            return [answer.outputs[0].text for answer in llm.generate(prompts, params)]
+
+        yield texts
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
