@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_serve.errors import ConfigError
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.group import SOLO, RankGroup
 from moe_serve.parallel.layout import RankLayout
@@ -56,8 +57,14 @@ def join(
 ) -> World:
     """Wait for all ranks, then form the process group: NCCL for CUDA tensors, gloo for the rest.
 
-    `init_method`: torch's, "env://" as torchrun sets it or "tcp://host:port".
+    `init_method`: torch's, "env://" as torchrun sets it or "tcp://host:port". Raises `ConfigError`
+    where this process belongs to a group already: torch has one for all.
     """
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has a torch.distributed group already, perhaps of another engine with "
+            "several ranks; close that one first, or use another process"
+        )
     master = urlsplit(init_method).hostname or os.environ["MASTER_ADDR"]
     choose_gloo_interface(master)
     patience = datetime.timedelta(seconds=JOIN_SECONDS)

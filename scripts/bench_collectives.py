@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench_collectives.py [--ranks 2,4] [--kib 8,128,2048] [--rounds 31]
 
 - gather: an all-gather made of an all-to-all, against torch's own, which `RankGroup` uses.
-- sum: reduce-scatter by all-to-all and a sum in order of rank, which is what `RankGroup.reduce_scatter`
-  does, against torch's own sum, whose order depends on a row's place.
+- sum: reduce-scatter by all-to-all and a sum in order of rank, as `RankGroup.reduce_scatter` does
+  it, against torch's own sum, whose order depends on a row's place.
 
 Sizes are what one rank holds before (gather) or after (reduce-scatter). Medians of interleaved
 rounds, each the slowest rank's time, in ms.
