@@ -14,7 +14,7 @@ def banner(version: str, model_name: str, info: EngineReady, url: str) -> str:
     lines = {
         "model": f"{model_name} ({info.architecture}), {_count(info.num_parameters)} parameters, "
         f"{_count(info.num_active_parameters)} active per token",
-        "compute": f"{info.device}, {info.dtype}, {info.num_threads} threads{_each(info)}",
+        "compute": f"{info.device}, {info.dtype}, {_threads(info)}",
         **_ranks(info),
         "KV pool": f"{_lanes(info)}{info.num_kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks "
         f"of {info.block_size} ({info.kv_cache_bytes / 2**20:,.0f} MiB); "
@@ -36,8 +36,9 @@ def _ranks(info: EngineReady) -> dict[str, str]:
     return {"ranks": f"{info.num_ranks} = {split}, experts {experts}"}
 
 
-def _each(info: EngineReady) -> str:
-    return " a rank" if info.num_ranks > 1 else ""
+def _threads(info: EngineReady) -> str:
+    plural = "" if info.num_threads == 1 else "s"
+    return f"{info.num_threads} thread{plural}{' a rank' if info.num_ranks > 1 else ''}"
 
 
 def _lanes(info: EngineReady) -> str:
