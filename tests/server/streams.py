@@ -15,8 +15,8 @@ class Stream(threading.Thread):
     """One greedy completion, read to its end.
 
     `num_chunks`: pieces of text so far. At the end `ended` is the time of it (monotonic seconds),
-    and one of `was_done` (with `error` where an error event came first) and `breakage` (what the
-    connection raised) tells how it came.
+    and one of `was_done` (with `error` where an error event came first), `refusal` (the status of
+    an answer without a stream) and `breakage` (what the connection raised) tells how it came.
     """
 
     def __init__(self, url: str, prompt: str, **fields: object) -> None:
@@ -29,6 +29,7 @@ class Stream(threading.Thread):
         self.num_chunks = 0
         self.was_done = False
         self.error: dict[str, Any] | None = None
+        self.refusal: int | None = None
         self.breakage: Exception | None = None
         self.ended: float | None = None
         self.start()
@@ -36,10 +37,11 @@ class Stream(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
-                if answer.status_code != 200:
-                    raise httpx.HTTPError(f"{answer.status_code}: {answer.read()!r}")
-                for line in answer.iter_lines():
-                    self._take(line.removeprefix("data: "))
+                if answer.status_code == 200:
+                    for line in answer.iter_lines():
+                        self._take(line.removeprefix("data: "))
+                else:
+                    self.refusal = answer.status_code
         except Exception as error:
             self.breakage = error
         self.ended = time.monotonic()
@@ -57,7 +59,7 @@ class Stream(threading.Thread):
     def __repr__(self) -> str:
         return (
             f"<{self.num_chunks} chunks, done {self.was_done}, error {self.error}, "
-            f"{self.breakage!r}, ended {self.ended is not None}>"
+            f"{self.refusal}, {self.breakage!r}, ended {self.ended is not None}>"
         )
 
 

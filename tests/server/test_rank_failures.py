@@ -1,0 +1,190 @@
+"""Ranks that die or stop in the middle of their work: told to every client, then served again.
+
+Which process is hit, how and when is drawn from a seed. 3 seeds by default; the environment
+variable MOE_SERVE_KILL_SEEDS gives another number (`MOE_SERVE_KILL_SEEDS=20 pytest -s <this file>`
+takes some minutes, and prints how long each took to be noticed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.streams import Stream, wait_chunks, wait_ends
+
+# The tests share a server that restarts, which takes its time on a busy machine.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+# What the `start` fixture is: conftest's Server has no importable name.
+Start = Callable[..., Any]
+OneRank = Callable[[Sequence[str], int], list[str]]
+
+NUM_SEEDS = int(os.environ.get("MOE_SERVE_KILL_SEEDS", "3"))
+COLLECTIVE_TIMEOUT = 4
+# Noticed within the timeout; then the reason is looked for, and told.
+ENDED_SECONDS = COLLECTIVE_TIMEOUT + 6
+AGAIN_SECONDS = 90
+SMALL = ["--dtype", "float32", "--num-kv-blocks", "512"]
+NUM_STREAMS, NUM_TOKENS = 20, 200
+
+
+@pytest.fixture
+def expected(one_rank: OneRank) -> dict[str, str]:
+    """Prompt -> its text."""
+    prompts = [f"{number} " * number for number in range(1, 6)]
+    return dict(zip(prompts, one_rank(prompts, NUM_TOKENS), strict=True))
+
+
+@pytest.fixture
+def server(start_shared: Start, random_model: Path, _kept: list[Any]) -> Any:
+    """Two ranks under a torchrun that restarts them; the same for all tests while it lives."""
+    if not _kept or _kept[-1].process.poll() is not None:
+        _kept.append(
+            start_shared(
+                random_model,
+                "--enable-expert-parallel",
+                "--collective-timeout",
+                str(COLLECTIVE_TIMEOUT),
+                *SMALL,
+                torchrun=["--max-restarts", "100", "--nproc-per-node", "2"],
+            ).wait_ready()
+        )
+    return _kept[-1]
+
+
+@pytest.fixture(scope="module")
+def _kept() -> Iterator[list[Any]]:
+    yield []
+
+
+def open_streams(server: Any, expected: dict[str, str]) -> list[Stream]:
+    prompts = list(expected)
+    return [
+        Stream(server.url, prompts[number % len(prompts)], max_tokens=NUM_TOKENS)
+        for number in range(NUM_STREAMS)
+    ]
+
+
+def wait_again(server: Any, before: psutil.Process, expected: dict[str, str]) -> float:
+    """Until another server process than `before` answers, rightly; the seconds that took."""
+    began = time.monotonic()
+    while time.monotonic() - began < AGAIN_SECONDS:
+        assert server.process.poll() is None, server.log
+        with contextlib.suppress(httpx.TransportError):
+            if not is_same(server.rank(0), before):
+                if server.client.get("/health").status_code == 200:
+                    check_texts(server, expected)
+                    return time.monotonic() - began
+        time.sleep(0.05)
+    raise AssertionError(f"not back after {AGAIN_SECONDS} s: {server.log}")
+
+
+def is_same(found: psutil.Process | None, before: psutil.Process) -> bool:
+    return found is None or found == before
+
+
+def check_texts(server: Any, expected: dict[str, str]) -> None:
+    for prompt in list(expected)[:2]:
+        answer = server.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected[prompt]
+
+
+def check_end(stream: Stream, expected: dict[str, str]) -> None:
+    """In full, or with an error event and nothing wrong before it; or too late to start."""
+    if stream.refusal is not None:
+        assert stream.refusal == 503
+        return
+    assert stream.was_done and stream.breakage is None, stream
+    text = expected[stream.prompt]
+    if stream.error is None:
+        assert stream.text == text
+    else:
+        assert "engine ended" in stream.error["message"]
+        assert text.startswith(stream.text.rstrip("\ufffd"))
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_every_stream_ends_when_a_rank_is_hit_and_service_returns(
+    server: Any, expected: dict[str, str], seed: int
+) -> None:
+    choice = random.Random(seed)
+    # In turn, so that a few seeds have one of each.
+    number = [signal.SIGKILL, signal.SIGSTOP][seed % 2]
+    name = [["rank 1", "engine"], ["engine", "rank 1"]][seed // 2 % 2][seed % 2]
+    num_chunks = choice.randrange(1, NUM_STREAMS * NUM_TOKENS // 2)
+    before = server.rank(0)
+    victim = server.rank(1) if name == "rank 1" else server.engine()
+    streams = open_streams(server, expected)
+    wait_chunks(streams, num_chunks, seconds=60)
+    victim.send_signal(number)
+    hit = time.monotonic()
+    noticed = wait_ends(streams, ENDED_SECONDS) - hit
+    for stream in streams:
+        check_end(stream, expected)
+    num_errors = sum(not stream.was_done or stream.error is not None for stream in streams)
+    back = wait_again(server, before, expected)
+    print(
+        f"seed {seed}: {number.name} {name} after {num_chunks} chunks: {num_errors} errors, "
+        f"last end after {noticed:.2f} s, answers again after {back:.2f} s"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP][: 1 + (NUM_SEEDS > 3)])
+def test_ranks_end_with_the_server_process_and_all_come_back(
+    server: Any, expected: dict[str, str], number: signal.Signals
+) -> None:
+    before, engine, rank = server.rank(0), server.engine(), server.rank(1)
+    streams = open_streams(server, expected)
+    wait_chunks(streams, 50, seconds=60)
+    before.send_signal(number)
+    # Nobody is left to tell its clients more.
+    wait_ends(streams, ENDED_SECONDS)
+    assert not psutil.wait_procs([before, engine, rank], timeout=ENDED_SECONDS)[1]
+    wait_again(server, before, expected)
+
+
+def test_nothing_outlives_torchrun(server: Any, expected: dict[str, str]) -> None:
+    streams = open_streams(server, expected)
+    wait_chunks(streams, 50, seconds=60)
+    server.process.kill()
+    server.process.wait(5)
+    server.check_gone(seconds=10)
+    wait_ends(streams, 1)
+
+
+def test_without_restarts_a_dead_rank_is_the_end(
+    start: Start, random_model: Path, expected: dict[str, str]
+) -> None:
+    server = start(random_model, "-tp", "2", "--collective-timeout", "4", *SMALL).wait_ready()
+    streams = open_streams(server, expected)
+    wait_chunks(streams, 50, seconds=60)
+    server.rank(1).kill()
+    wait_ends(streams, ENDED_SECONDS)
+    for stream in streams:
+        check_end(stream, expected)
+        assert stream.refusal or (stream.error and "rank 1" in stream.error["message"])
+    assert any(stream.error for stream in streams)
+    assert server.process.wait(ENDED_SECONDS) == 1
+    server.check_gone()
+
+
+@pytest.mark.parametrize("seed", range(1 + NUM_SEEDS // 4))
+def test_a_rank_that_dies_at_start_ends_all(start: Start, random_model: Path, seed: int) -> None:
+    server = start(random_model, "-tp", "2", *SMALL)
+    victim = server.wait_rank(1)
+    # At once; or while it imports, meets the others, loads, or has just become ready.
+    time.sleep(random.Random(seed).uniform(0, 6) if seed else 0)
+    victim.kill()
+    assert server.process.wait(40) == 1
+    server.check_gone()
