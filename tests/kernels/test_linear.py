@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_serve.kernels.grouped_gemm import grouped_gemm
-from moe_serve.kernels.linear import TILES, linear
+from moe_serve.kernels.linear import TILES, columns_agree, linear
 from moe_serve.kernels.permute import permute
 
 SHAPES = [(64, 33), (256, 512), (100, 1000)]
@@ -23,6 +23,43 @@ def test_a_row_has_the_same_bits_in_any_batch(features: int, out: int, dtype: to
     for count in (1, 2, 3, 7, 8, 15, 16, 17, 33, 129, 255, 256, 257, 300):
         assert torch.equal(linear(x[:count], weight, bias), whole[:count]), count
         assert torch.equal(linear(x[-count:], weight, bias), whole[-count:]), count
+
+
+def cancelling(num_rows: int, features: int, out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each sum is the rounding error of its order: unlike ordinary bf16, any other order shows."""
+    half = features // 2
+    order = torch.randperm(half)
+    x, weight = torch.randn(num_rows, half), torch.randn(out, half)
+    return torch.cat((x, x[:, order]), dim=1), torch.cat((weight, -weight[:, order]), dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", [1, 3, 8, 17])
+def test_weights_of_few_columns(out: int, dtype: torch.dtype) -> None:
+    """Alone, on any place of a batch, and wherever in memory."""
+    for features in (24, 34, 96, 258, 384):
+        torch.manual_seed(0)
+        x, weight = (part.to(dtype) for part in cancelling(40, features, out))
+        whole = linear(x, weight)
+        shifted = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
+        for start, stop in ((0, 1), (5, 6), (7, 9), (3, 11), (13, 29), (8, 40)):
+            for rows in (x, shifted):
+                told = linear(rows[start:stop], weight)
+                assert torch.equal(told, whole[start:stop]), (features, start, stop)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_part_of_the_columns(dtype: torch.dtype) -> None:
+    """Where `columns_agree` says so, a rank's columns have the bits of the whole weight."""
+    torch.manual_seed(0)
+    for features, out in ((64, 24), (96, 90), (256, 321)):
+        x, weight = (part.to(dtype) for part in cancelling(50, features, out))
+        bias = torch.randn(out).to(dtype)
+        for columns in (torch.arange(out)[:3], torch.arange(out)[out // 3 :: 2]):
+            if columns_agree(columns, out, features, dtype):
+                for part, all_of in ((None, None), (bias[columns], bias)):
+                    told = linear(x, weight[columns], part)
+                    assert torch.equal(told, linear(x, weight, all_of)[:, columns])
 
 
 @pytest.mark.parametrize("count", [0, 1, 17, 300])
