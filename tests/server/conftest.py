@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -39,7 +40,8 @@ def free_port() -> int:
 class Server:
     """`moe-serve serve` in a child process; `log` is what it wrote.
 
-    `torchrun`: flags of torchrun, where that shall start the ranks.
+    `torchrun`: flags of torchrun, where that shall start the ranks. `within`: the start of the
+    command, as `ip netns exec NAME`, where it shall not run right here.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Server:
         *flags: str,
         port: int | None = None,
         torchrun: Sequence[str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -56,7 +59,7 @@ class Server:
         launcher = [sys.executable] if torchrun is None else [*TORCHRUN, *torchrun]
         command = [*launcher, "-m", "moe_serve", "serve", str(model), "--port", str(self.port)]
         self.process = subprocess.Popen(
-            [*command, "--num-threads", "1", *flags],
+            [*within, *command, "--num-threads", "1", *flags],
             stdout=self._log,
             stderr=self._log,
             env=os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1"},
@@ -144,38 +147,24 @@ class Server:
         self._log.close()
 
 
-@contextlib.contextmanager
-def starting() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def make(
-        model: Path | str,
-        *flags: str,
-        port: int | None = None,
-        torchrun: Sequence[str] | None = None,
-    ) -> Server:
-        servers.append(Server(model, *flags, port=port, torchrun=torchrun))
-        return servers[-1]
-
-    try:
-        yield make
-    finally:
-        for server in servers:
-            server.close()
-
-
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """start(model, *flags, port=None, torchrun=None) -> a Server that need not be ready yet."""
-    with starting() as make:
-        yield make
+    """start(model, *flags, port=..., torchrun=...) -> a Server that need not be ready yet."""
+    servers: list[Server] = []
+
+    def make(model: Path | str, *flags: str, **where: Any) -> Server:
+        servers.append(Server(model, *flags, **where))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
 
 
-@pytest.fixture(scope="module")
-def start_shared() -> Iterator[Callable[..., Server]]:
-    """As `start`, for a server that several tests of a module use."""
-    with starting() as make:
-        yield make
+@pytest.fixture(scope="session")
+def make_server() -> type[Server]:
+    """As `start`, but whoever calls it closes the server."""
+    return Server
 
 
 @pytest.fixture(scope="module")

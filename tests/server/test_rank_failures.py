@@ -1,7 +1,7 @@
 """Ranks that die or stop in the middle of their work: told to every client, then served again.
 
 Which process is hit, how and when is drawn from a seed. 3 seeds by default; the environment
-variable MOE_SERVE_KILL_SEEDS gives another number (`MOE_SERVE_KILL_SEEDS=20 pytest -s <this file>`
+variable TEST_KILL_SEEDS gives another number (`TEST_KILL_SEEDS=20 pytest -s <this file>`
 takes some minutes, and prints how long each took to be noticed).
 """
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 Start = Callable[..., Any]
 OneRank = Callable[[Sequence[str], int], list[str]]
 
-NUM_SEEDS = int(os.environ.get("MOE_SERVE_KILL_SEEDS", "3"))
+NUM_SEEDS = int(os.environ.get("TEST_KILL_SEEDS", "3"))
 COLLECTIVE_TIMEOUT = 4
 # Noticed within the timeout; then the reason is looked for, and told.
 ENDED_SECONDS = COLLECTIVE_TIMEOUT + 6
@@ -45,26 +45,32 @@ def expected(one_rank: OneRank) -> dict[str, str]:
     return dict(zip(prompts, one_rank(prompts, NUM_TOKENS), strict=True))
 
 
-@pytest.fixture
-def server(start_shared: Start, random_model: Path, _kept: list[Any]) -> Any:
-    """Two ranks under a torchrun that restarts them; the same for all tests while it lives."""
-    if not _kept or _kept[-1].process.poll() is not None:
-        _kept.append(
-            start_shared(
-                random_model,
-                "--enable-expert-parallel",
-                "--collective-timeout",
-                str(COLLECTIVE_TIMEOUT),
-                *SMALL,
-                torchrun=["--max-restarts", "100", "--nproc-per-node", "2"],
-            ).wait_ready()
-        )
-    return _kept[-1]
-
-
 @pytest.fixture(scope="module")
 def _kept() -> Iterator[list[Any]]:
-    yield []
+    """At most one server: the one that the tests share."""
+    kept: list[Any] = []
+    yield kept
+    for server in kept:
+        server.close()
+
+
+@pytest.fixture
+def server(make_server: Start, random_model: Path, _kept: list[Any]) -> Any:
+    """Two ranks under a torchrun that restarts them; the same for all tests while it is well."""
+    if _kept and not is_well(_kept[0]):
+        _kept.pop().close()
+    if not _kept:
+        flags = ["--enable-expert-parallel", "--collective-timeout", str(COLLECTIVE_TIMEOUT)]
+        torchrun = ["--max-restarts", "100", "--nproc-per-node", "2"]
+        _kept.append(make_server(random_model, *flags, *SMALL, torchrun=torchrun))
+    return _kept[0].wait_ready()
+
+
+def is_well(server: Any) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        status: int = server.client.get("/health").status_code
+        return server.process.poll() is None and status == 200
+    return False
 
 
 def open_streams(server: Any, expected: dict[str, str]) -> list[Stream]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import shutil
 import signal
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import safetensors.torch
 
 from tests.server.streams import Stream, wait_chunks, wait_ends
 
@@ -133,6 +135,14 @@ def test_experts_need_not_divide_by_ranks(
 TENSOR = "--tensor-parallel-size"
 
 
+def test_a_signal_while_ranks_start_ends_them(start: Start, random_model: Path) -> None:
+    server = start(random_model, "-tp", "2", *SMALL)
+    server.wait_rank(1)
+    wait_live(server)
+    assert end_launched(server) == 0
+    assert "Traceback" not in server.log
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -157,6 +167,18 @@ def test_kv_heads_that_cannot_be_shared_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     server = start(tmp_path, TENSOR, "2")
     check_refused(server, "the model's 3 KV heads (6 attention heads) can neither be divided", 2)
+
+
+def test_what_only_rank_0_finds_out_is_told(
+    start: Start, random_model: Path, tmp_path: Path
+) -> None:
+    """The launcher ends all ranks when one ends; the others must not be the first."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(random_model, folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["lm_head.weight"].fill_(float("nan"))
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    check_refused(start(folder, "-tp", "2", *SMALL), "the weights are damaged", 2)
 
 
 def test_torchrun_with_another_number_of_ranks_is_told_both(
