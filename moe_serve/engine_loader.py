@@ -30,13 +30,14 @@ def load_engine(
     seat: RankSeat | None = None,
     *,
     init_method: str = ENVIRONMENT,
+    check_others: Callable[[], None] = lambda: None,
     on_failure: Callable[[MoeServeError], None] = lambda error: None,
     show_progress: bool = False,
 ) -> Engine:
     """Load, size the KV pools and warm up. Raises `ConfigError` or `CheckpointError`.
 
     `seat`: the place of rank 0 where a launcher started several; the others run
-    `rank_worker.run`. `on_failure`: see `RankLinks`.
+    `rank_worker.run`. `check_others`: see `meet`; `on_failure`: see `RankLinks`.
     """
     started = time.monotonic()
     setup = RankSetup.make(config, seat)
@@ -47,7 +48,7 @@ def load_engine(
         from moe_serve.ranked_executor import load_ranks
 
         executor, num_blocks = load_ranks(
-            setup, init_method, on_failure, show_progress=show_progress
+            setup, init_method, check_others, on_failure, show_progress=show_progress
         )
     try:
         max_model_len = fitting_model_len(

@@ -24,6 +24,7 @@ from moe_serve.heartbeat import LossWatch, beating
 from moe_serve.logs import set_up
 from moe_serve.messages import AbortRequests, AddRequest, EngineFailed, Shutdown, ToEngine
 from moe_serve.parallel.degrees import RankSeat, read_seat
+from moe_serve.rank_links import CAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ EXIT_CONFIG = 2
 EXIT_FAULT = 1
 # What was sent last is the reason for the end: time for it to leave.
 LINGER_MS = 1000
-# A collective fails in the very moment in which a rank is lost; who was lost is the better reason.
-CAUSE_SECONDS = 1.5
 
 
 def run(config: EngineConfig, addresses: EngineAddresses, log_level: str) -> None:
@@ -133,6 +132,9 @@ class _Process:
 def _end_with_server() -> None:
     """The server is stopped, and nobody hears its clients. Its end frees them, and the port."""
     time.sleep(CAUSE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(os.getppid(), signal.SIGKILL)
+    server = multiprocessing.parent_process()
+    # Once it has ended, our parent is somebody else.
+    if server is not None and os.getppid() == server.pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGKILL)
     os._exit(EXIT_FAULT)

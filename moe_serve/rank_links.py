@@ -15,14 +15,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import zmq
 
 from moe_serve import wire
 from moe_serve.errors import ConfigError, EngineDeadError, EngineError, MoeServeError
-from moe_serve.heartbeat import LossWatch, beating, loss_monitor
+from moe_serve.heartbeat import LossWatch, PeerMonitor, beating
 from moe_serve.messages import Shutdown
 from moe_serve.parallel.world import World, broadcast, own_address
 from moe_serve.rank_messages import FromRank, LoadProgress, RankFailed, RankHello, ToRank
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 # What a rank said before it died may still be on its way when its death is noticed.
 LAST_WORDS_SECONDS = 0.5
 LINGER_MS = 1000
+# A collective fails in the very moment in which a rank is lost; who was lost is the better reason.
+CAUSE_SECONDS = 1.5
+# For ranks to end in order, when all is well.
+CLOSE_SECONDS = 2.0
 
 M = TypeVar("M")
 
@@ -55,25 +59,39 @@ class RankLinks:
         ranks = range(1, world.seat.world_size)
         self._queues: dict[int, queue.Queue[Any]] = {rank: queue.Queue() for rank in ranks}
         self._context = zmq.Context()
-        host = own_address(world)
-        self._inbox = beating(self._context.socket(zmq.PULL), world.timeout)
-        ports = [self._inbox.bind_to_random_port(f"tcp://{host}")]
-        self._outboxes: dict[int, zmq.Socket[Any]] = {}
-        monitors = {}
-        for rank in ranks:
-            socket = beating(self._context.socket(zmq.PUSH), world.timeout)
-            monitors[loss_monitor(socket)] = rank
-            ports.append(socket.bind_to_random_port(f"tcp://{host}"))
-            self._outboxes[rank] = socket
-        broadcast(world, [f"tcp://{host}:{port}" for port in ports])
-        self._reader = threading.Thread(target=self._read, args=(monitors,), daemon=True)
+        self._inbox = self._listen(zmq.PULL)
+        self._outboxes = {rank: self._listen(zmq.PUSH) for rank in ranks}
+        self._monitors = {rank: PeerMonitor(socket) for rank, socket in self._outboxes.items()}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, kind: int) -> zmq.Socket[Any]:
+        socket = beating(self._context.socket(kind), self._world.timeout)
+        socket.bind(f"tcp://{own_address(self._world)}:*")
+        return socket
+
+    def _meet(self) -> None:
+        sockets = [self._inbox, *self._outboxes.values()]
+        broadcast(self._world, [socket.get_string(zmq.LAST_ENDPOINT) for socket in sockets])
         self._reader.start()
         # A rank that dies before it has connected would never be missed.
-        for rank in ranks:
-            self.receive(rank, RankHello, within=world.timeout)
+        for rank, socket in self._outboxes.items():
+            self.receive(rank, RankHello, within=self._world.timeout)
+            if not socket.poll(int(self._world.timeout * 1000), zmq.POLLOUT):
+                raise self._failure or self._never_came(rank)
 
     def send(self, rank: int, message: ToRank) -> None:
-        self._outboxes[rank].send(wire.encode(message))
+        """Raises what ended the rank; nothing that is sent waits."""
+        try:
+            self._outboxes[rank].send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # It is not connected any more, and the reader finds out why.
+            lost = self.wait_failure(self._world.timeout)
+            raise lost or EngineDeadError(f"rank {rank} is gone") from None
 
     def send_all(self, message: ToRank) -> None:
         for rank in self._outboxes:
@@ -84,7 +102,7 @@ class RankLinks:
         try:
             message = self._queues[rank].get(timeout=within)
         except queue.Empty:
-            raise EngineDeadError(f"rank {rank} did not connect within {within:g} s") from None
+            raise self._never_came(rank) from None
         if isinstance(message, MoeServeError):
             # For whoever asks next.
             self._queues[rank].put(message)
@@ -104,26 +122,52 @@ class RankLinks:
         return self._failure
 
     def close(self) -> None:
-        """Tell all ranks to end, and let go of them."""
+        """Tell all ranks to end, and let go of them once they have let go."""
         self._is_closing = True
+        if self._reader.ident is not None:
+            self._reader.join()
         if self._failure is None:
-            self.send_all(Shutdown())
-        self._reader.join()
+            self._see_off()
         for socket in self._outboxes.values():
             socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 
-    def _read(self, monitors: dict[Any, int]) -> None:
+    def _see_off(self) -> None:
+        """A rank that saw rank 0 hang up first would take that for its death."""
+        told = []
+        for rank, socket in self._outboxes.items():
+            # Again: that one is gone already.
+            with contextlib.suppress(zmq.Again):
+                socket.send(wire.encode(Shutdown()), zmq.NOBLOCK)
+                told.append(rank)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for rank in told:
+            monitor = self._monitors[rank]
+            while (left := deadline - time.monotonic()) > 0:
+                if monitor.socket.poll(int(left * 1000)) and monitor.is_lost():
+                    break
+
+    def _never_came(self, rank: int) -> EngineDeadError:
+        return EngineDeadError(f"rank {rank} did not connect within {self._world.timeout:g} s")
+
+    def _read(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._inbox, *monitors):
+        for socket in (self._inbox, *(monitor.socket for monitor in self._monitors.values())):
             poller.register(socket, zmq.POLLIN)
-        while not self._is_closing and self._failure is None:
-            ready = dict(poller.poll(100))
-            if self._inbox in ready:
-                self._take()
-            lost = [rank for socket, rank in monitors.items() if socket in ready]
-            if lost and not self._is_closing:
-                self._lose(lost[0])
+        try:
+            while not self._is_closing and self._failure is None:
+                self._look(dict(poller.poll(100)))
+        except Exception as error:
+            # A fault of ours here must not look like silent ranks.
+            logger.exception("reading from the ranks failed")
+            self._fail(EngineError(f"reading from the ranks failed: {error!r}"))
+
+    def _look(self, ready: Container[Any]) -> None:
+        if self._inbox in ready:
+            self._take()
+        for rank, monitor in self._monitors.items():
+            if monitor.socket in ready and monitor.is_lost() and not self._is_closing:
+                self._lose(rank)
 
     def _take(self) -> None:
         rank, data = self._inbox.recv_multipart()

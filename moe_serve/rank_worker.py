@@ -12,7 +12,7 @@ from moe_serve.messages import Shutdown
 from moe_serve.model_runner import ModelRunner
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT, World, join, leave
-from moe_serve.rank_links import LeaderLink
+from moe_serve.rank_links import CAUSE_SECONDS, LeaderLink
 from moe_serve.rank_messages import (
     ForgetWarmUp,
     LoadProgress,
@@ -59,6 +59,8 @@ def run(
     except (ConfigError, CheckpointError) as error:
         return _fail(link, error, is_config=True)
     except Exception as error:
+        # If that is for the loss of another rank, rank 0 sees it meanwhile, and ends us.
+        time.sleep(CAUSE_SECONDS)
         logger.exception("rank %d failed", seat.rank)
         return _fail(link, error, is_config=False)
     finally:

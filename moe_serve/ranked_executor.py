@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
-from moe_serve.errors import LogitsError, MoeServeError, NoTokenLeftError
+from moe_serve.errors import EngineDeadError, LogitsError, MoeServeError, NoTokenLeftError
 from moe_serve.load_display import LoadDisplay
 from moe_serve.model_runner import ModelRunner, StepResult
 from moe_serve.parallel.layout import RankLayout
-from moe_serve.parallel.world import join, leave
-from moe_serve.rank_links import RankLinks
+from moe_serve.parallel.world import World, join, leave
+from moe_serve.rank_links import CAUSE_SECONDS, RankLinks
 from moe_serve.rank_messages import (
     ForgetWarmUp,
     LaneFailure,
@@ -26,15 +27,29 @@ from moe_serve.step_codec import StepEncoder
 
 
 class RankedExecutor:
-    """All ranks, this one being rank 0: each runs its lane's part of the plan."""
+    """All ranks, this one being rank 0: each runs its lane's part of the plan.
+
+    A step that is cut short, by Ctrl-C too, leaves ranks in the middle of it: there is no other.
+    """
 
     def __init__(self, runner: ModelRunner, links: RankLinks, layout: RankLayout) -> None:
         self.runner = runner
         self._links = links
         self._layout = layout
         self._encoder = StepEncoder(layout.data_size)
+        self._is_whole = True
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Raises `EngineDeadError` where a rank was lost, in this step or before."""
+        if not self._is_whole:
+            raise EngineDeadError("a step was cut short, which its ranks do not survive")
+        self._is_whole = False
+        with causes(self._links):
+            result = self._run(plan)
+        self._is_whole = True
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult:
         for lane, message in enumerate(self._encoder.encode(plan)):
             for rank in self._layout.lane_ranks(lane):
                 if rank:
@@ -63,6 +78,18 @@ class RankedExecutor:
         leave()
 
 
+@contextlib.contextmanager
+def causes(links: RankLinks) -> Iterator[None]:
+    """Raise, instead of torch's error about a connection, what has become of the other rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = links.wait_failure(CAUSE_SECONDS)
+        if cause is None:
+            raise
+        raise cause from error
+
+
 def to_lane_result(result: StepResult) -> LaneResult:
     """What a lane's leader sends home."""
     return LaneResult(
@@ -88,25 +115,36 @@ def _sum(loads: Iterable[list[list[int]]]) -> list[list[int]]:
 def load_ranks(
     setup: RankSetup,
     init_method: str,
+    check_others: Callable[[], None],
     on_failure: Callable[[MoeServeError], None],
     *,
     show_progress: bool,
 ) -> tuple[RankedExecutor, int]:
     """Load on all ranks together -> what runs their steps, and the KV blocks of each lane."""
     assert setup.seat is not None and setup.seat.rank == 0
-    world = join(setup.seat, setup.device, setup.config.collective_timeout, init_method)
-    with LoadDisplay(world.seat.world_size, is_shown=show_progress) as display:
-        links = RankLinks(world, on_failure, display.advance)
-        try:
-            ranks = setup.ranks(world)
-            model = setup.load(ranks, display.advance_own, show_progress=False)
-            others = [answer.num_blocks for answer in links.receive_all(RankLoaded)]
-            num_blocks = min(setup.num_fitting_blocks, *others)
-            links.send_all(MakePool(num_blocks=num_blocks))
-            runner = setup.make_runner(model, num_blocks)
-            links.receive_all(RankReady)
-        except BaseException:
-            links.close()
-            leave()
-            raise
+    timeout = setup.config.collective_timeout
+    world = join(setup.seat, setup.device, timeout, init_method, check_others)
+    try:
+        with LoadDisplay(world.seat.world_size, is_shown=show_progress) as display:
+            links = RankLinks(world, on_failure, display.advance)
+            try:
+                with causes(links):
+                    return _load(setup, world, links, display.advance_own)
+            except BaseException:
+                links.close()
+                raise
+    except BaseException:
+        leave()
+        raise
+
+
+def _load(
+    setup: RankSetup, world: World, links: RankLinks, on_progress: Callable[[int, int], None]
+) -> tuple[RankedExecutor, int]:
+    model = setup.load(setup.ranks(world), on_progress, show_progress=False)
+    others = [answer.num_blocks for answer in links.receive_all(RankLoaded)]
+    num_blocks = min(setup.num_fitting_blocks, *others)
+    links.send_all(MakePool(num_blocks=num_blocks))
+    runner = setup.make_runner(model, num_blocks)
+    links.receive_all(RankReady)
     return RankedExecutor(runner, links, setup.layout), num_blocks

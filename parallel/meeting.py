@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,19 +13,25 @@ _LOOK_AGAIN_SECONDS = 0.05
 _START = "moe_serve/start"
 
 
-def meet(store: Any, rank: int, num_ranks: int, patience: float) -> Any:
+def meet(
+    store: Any,
+    rank: int,
+    num_ranks: int,
+    patience: float,
+    check_others: Callable[[], None] = lambda: None,
+) -> Any:
     """Wait until all ranks are here -> a store of this start alone.
 
     torchrun keeps its store when it restarts the ranks, with all that dead ones wrote into it. So
     rank 0 names the start, each other rank answers with a word of its own, and goes on only when
     rank 0 has repeated that word. Raises RuntimeError (torch's `DistStoreError`) after `patience`
-    seconds.
+    seconds. `check_others` is called again and again meanwhile, and raises if one will not come.
     """
     if rank == 0:
         start = _new_word()
         store.set(_START, start)
         ranks = range(1, num_ranks)
-        words = [_wait(store, f"{start}/here/{rank}", patience) for rank in ranks]
+        words = [_wait(store, f"{start}/here/{rank}", patience, check_others) for rank in ranks]
         # Nobody before all are here: what comes next is less patient.
         for word in words:
             store.set(f"{start}/go/{word}", "")
@@ -42,7 +48,7 @@ def _wait_go(store: Any, rank: int, patience: float) -> str:
         if latest != start:
             start = latest
             store.set(f"{start}/here/{rank}", word)
-        # Not by waiting, which warns of each deadline: an old start never answers.
+        # An old start never answers.
         if store.check([f"{start}/go/{word}"]):
             return start
         if time.monotonic() > deadline:
@@ -50,8 +56,16 @@ def _wait_go(store: Any, rank: int, patience: float) -> str:
         time.sleep(_LOOK_AGAIN_SECONDS)
 
 
-def _wait(store: Any, key: str, seconds: float) -> str:
-    store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+def _wait(
+    store: Any, key: str, seconds: float, check_others: Callable[[], None] = lambda: None
+) -> str:
+    """Not by the store's own wait, which nothing can end before its time."""
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        check_others()
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"nobody set {key} in {seconds:g} s")
+        time.sleep(_LOOK_AGAIN_SECONDS)
     return str(store.get(key).decode())
 
 

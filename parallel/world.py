@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,12 +54,17 @@ class World:
 
 
 def join(
-    seat: RankSeat, device: torch.device, timeout: float, init_method: str = ENVIRONMENT
+    seat: RankSeat,
+    device: torch.device,
+    timeout: float,
+    init_method: str = ENVIRONMENT,
+    check_others: Callable[[], None] = lambda: None,
 ) -> World:
     """Wait for all ranks, then form the process group: NCCL for CUDA tensors, gloo for the rest.
 
-    `init_method`: torch's, "env://" as torchrun sets it or "tcp://host:port". Raises `ConfigError`
-    where this process belongs to a group already: torch has one for all.
+    `init_method`: torch's, "env://" as torchrun sets it or "tcp://host:port". `check_others`: see
+    `meet`. Raises `ConfigError` where this process belongs to a group already: torch has one for
+    all.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -67,23 +73,44 @@ def join(
         )
     master = urlsplit(init_method).hostname or os.environ["MASTER_ADDR"]
     choose_gloo_interface(master)
-    patience = datetime.timedelta(seconds=JOIN_SECONDS)
-    rendezvous: Any = dist.rendezvous(  # type: ignore[attr-defined]
-        init_method, seat.rank, seat.world_size, timeout=patience
-    )
-    store, _, _ = next(rendezvous)
+    store = _open_store(seat, init_method)
     # Before gloo, whose patience with late ranks is the collectives' timeout.
-    store = meet(store, seat.rank, seat.world_size, JOIN_SECONDS)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=seat.rank,
-        world_size=seat.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    store = meet(store, seat.rank, seat.world_size, JOIN_SECONDS, check_others)
     peers: list[Any] = [None] * seat.world_size
-    dist.all_gather_object(peers, Peer(_host_name(master), os.getpid()))
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        dist.all_gather_object(peers, Peer(_host_name(master), os.getpid()))
+    except BaseException as error:
+        leave()
+        if isinstance(error, RuntimeError):
+            check_others()
+        raise
     return World(seat=seat, peers=tuple(peers), device=device, timeout=timeout)
+
+
+def _open_store(seat: RankSeat, init_method: str) -> Any:
+    patience = datetime.timedelta(seconds=JOIN_SECONDS)
+    if init_method == ENVIRONMENT:
+        rendezvous: Any = dist.rendezvous(  # type: ignore[attr-defined]
+            init_method, seat.rank, seat.world_size, timeout=patience
+        )
+        return next(rendezvous)[0]
+    # Not by torch's rendezvous, which under torchrun takes that one's store to be ours.
+    url = urlsplit(init_method)
+    assert url.hostname is not None and url.port is not None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        url.hostname,
+        url.port,
+        is_master=seat.rank == 0,
+        timeout=patience,
+        wait_for_workers=False,
+    )
 
 
 def leave() -> None:
