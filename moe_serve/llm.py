@@ -60,6 +60,7 @@ class LLM:
                     self.config,
                     self._ranks.seat,
                     init_method=self._ranks.init_method,
+                    check_others=self._ranks.check,
                     show_progress=True,
                 )
         except BaseException:
@@ -104,10 +105,12 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV pool, end the other ranks. The object is of no use then."""
         engine: Engine | None = self.__dict__.pop("engine", None)
-        if engine is not None:
-            engine.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            if self._ranks is not None:
+                self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -138,7 +138,8 @@ def pick_device(name: str, seat: RankSeat | None = None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu" or seat is None:
         return torch.device(name)
-    if seat.local_rank >= torch.cuda.device_count():
+    # Not only where this rank's own is missing: all ranks meet the same error, the first too.
+    if seat.local_world_size > torch.cuda.device_count():
         raise ConfigError(
             f"{seat.local_world_size} ranks on this host, but torch sees only "
             f"{torch.cuda.device_count()} CUDA devices; start fewer, or use --device cpu"
