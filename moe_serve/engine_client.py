@@ -169,6 +169,9 @@ class EngineClient:
                     queue = self._queues.get(update.request_id)
                     if queue is not None:
                         queue.put_nowait(update)
+            elif self.status == "dead":
+                # The first reason that was heard is the one to tell.
+                continue
             elif isinstance(message, EngineReady):
                 self.info = message
                 self.status = "ready"

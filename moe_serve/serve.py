@@ -173,12 +173,12 @@ class _Server:
         return min(self.config.shutdown_timeout, max(0.0, patience - LAUNCHER_SPARE))
 
     async def _watch_launcher(self) -> None:
-        """Shut down when the launcher is gone, as if it had said so."""
+        """Shut down when the launcher is gone, as if it had said so once more."""
         launcher = os.getppid()
         while os.getppid() == launcher:
             await asyncio.sleep(1.0)
         logger.error("the launcher is gone; shutting down")
-        self.signalled.set()
+        self._on_signal()
 
     def _on_signal(self) -> None:
         """The first asks for an orderly end, the second for one at once."""

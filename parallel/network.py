@@ -7,13 +7,24 @@ import os
 import socket
 import struct
 
+from moe_serve.errors import ConfigError
+
 _SIOCGIFADDR = 0x8915
 
 
 def address_towards(host: str) -> str:
-    """The local IPv4 address of the route to `host`. Sends nothing."""
+    """The local IPv4 address of the route to `host`. Sends nothing.
+
+    Raises `ConfigError` where there is none.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, 9))
+        try:
+            sock.connect((host, 9))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR {host!r}: this host finds no way to it over IPv4 ({error}); give "
+                "torchrun a --master-addr that every node reaches"
+            ) from error
         address: str = sock.getsockname()[0]
         return address
 
