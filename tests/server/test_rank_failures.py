@@ -133,6 +133,7 @@ def test_every_stream_ends_when_a_rank_is_hit_and_service_returns(
     victim = server.rank(1) if name == "rank 1" else server.engine()
     streams = open_streams(server, expected)
     wait_chunks(streams, num_chunks, seconds=60)
+    assert not any(stream.error for stream in streams), f"too early: {server.log}"
     victim.send_signal(number)
     hit = time.monotonic()
     noticed = wait_ends(streams, ENDED_SECONDS) - hit
@@ -181,6 +182,17 @@ def test_without_restarts_a_dead_rank_is_the_end(
         check_end(stream, expected)
         assert stream.refusal or (stream.error and "rank 1" in stream.error["message"])
     assert any(stream.error for stream in streams)
+    assert server.process.wait(ENDED_SECONDS) == 1
+    server.check_gone()
+
+
+def test_an_idle_server_ends_at_once_with_its_rank(start: Start, random_model: Path) -> None:
+    """The launcher asks for an orderly end, which must not wait for the rank that is gone."""
+    server = start(random_model, "-dp", "2", *SMALL).wait_ready()
+    engine = server.engine()
+    server.rank(1).kill()
+    # A client of the engine that waits in vain would do so for 5 seconds.
+    assert not psutil.wait_procs([engine], timeout=4.5)[1]
     assert server.process.wait(ENDED_SECONDS) == 1
     server.check_gone()
 
