@@ -23,6 +23,7 @@ from moe_serve.parallel.network import address_towards, choose_gloo_interface
 
 # Ranks start at different times: nodes boot, models are downloaded.
 JOIN_SECONDS = 1800.0
+CONNECT_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = "env://"
 
@@ -97,10 +98,17 @@ def join(
 def _open_store(seat: RankSeat, init_method: str) -> Any:
     patience = datetime.timedelta(seconds=JOIN_SECONDS)
     if init_method == ENVIRONMENT:
+        # torchrun's is there before any rank; or not any more.
+        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         rendezvous: Any = dist.rendezvous(  # type: ignore[attr-defined]
-            init_method, seat.rank, seat.world_size, timeout=patience
+            init_method,
+            seat.rank,
+            seat.world_size,
+            timeout=datetime.timedelta(seconds=CONNECT_SECONDS) if is_there else patience,
         )
-        return next(rendezvous)[0]
+        store = next(rendezvous)[0]
+        store.set_timeout(patience)
+        return store
     # Not by torch's rendezvous, which under torchrun takes that one's store to be ours.
     url = urlsplit(init_method)
     assert url.hostname is not None and url.port is not None

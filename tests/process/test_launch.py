@@ -6,11 +6,14 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from moe_serve import launch, wire
@@ -18,6 +21,7 @@ from moe_serve.config import EngineConfig, ServeConfig
 from moe_serve.engine_client import EngineClient
 from moe_serve.errors import ConfigError
 from moe_serve.messages import EngineFailed, EngineReady
+from moe_serve.parallel import world
 from moe_serve.parallel.degrees import Degrees, local_seat
 from moe_serve.parallel.network import address_towards
 from moe_serve.rank_setup import RankSetup, pick_device
@@ -121,6 +125,23 @@ def test_a_first_host_without_a_way_to_it_is_a_mistake_of_the_user() -> None:
     for host in ("no.such.host.invalid", "::1"):
         with pytest.raises(ConfigError, match=f"MASTER_ADDR '{host}'"):
             address_towards(host)
+
+
+def test_ranks_whose_launcher_is_gone_do_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        for name, value in (
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", str(nobody.getsockname()[1])),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(world, "CONNECT_SECONDS", 0.2)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        began = time.monotonic()
+        with pytest.raises(dist.DistNetworkError):
+            world.join(local_seat(1, 2), torch.device("cpu"), 5)
+        assert time.monotonic() - began < 10
 
 
 def test_too_few_devices_are_met_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
