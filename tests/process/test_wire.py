@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
+import typing
 
 import pytest
 
@@ -16,13 +18,26 @@ from moe_serve.messages import (
     EngineOutputs,
     EngineReady,
     EngineStats,
-    FromEngine,
     RequestUpdate,
     Shutdown,
-    ToEngine,
     TokenLogprobs,
 )
+from moe_serve.rank_messages import (
+    ForgetWarmUp,
+    LaneFailure,
+    LaneResult,
+    LoadProgress,
+    MakePool,
+    RankFailed,
+    RankHello,
+    RankLoad,
+    RankLoaded,
+    RankReady,
+    ReadLoad,
+)
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.step import ChunkResult, SampledToken
+from moe_serve.step_codec import ChunkNews, NewRequest, StepMessage
 
 READY = EngineReady(
     architecture="Qwen3MoeForCausalLM",
@@ -41,13 +56,33 @@ READY = EngineReady(
 LOGPROBS = TokenLogprobs(
     token_id=5, logprob=-0.25, rank=2, top_token_ids=[7, 5], top_logprobs=[-0.125, -0.25]
 )
-MESSAGES: list[ToEngine | FromEngine] = [
+SAMPLING = SamplingParams(
+    stop=("x", "é"), logit_bias={3: -1.5}, seed=2**63 - 1, temperature=0, max_tokens=None
+)
+STEP = StepMessage(
+    lane=1,
+    num_tokens_of_lanes=[0, 3],
+    dropped_ids=["b"],
+    new_requests=[
+        NewRequest(
+            request_id="a", prompt_token_ids=[1, 2], sampling=SAMPLING, max_tokens=0, seed=2**64 - 1
+        )
+    ],
+    chunks=[ChunkNews("a", 0, 2, [], [7]), ChunkNews("c", 9, 1, [4], [])],
+)
+RESULT = LaneResult(
+    results=[
+        ChunkResult(sampled=SampledToken(token_id=5, logprobs=LOGPROBS)),
+        ChunkResult(prompt_logprobs=[LOGPROBS, LOGPROBS]),
+        ChunkResult(),
+    ],
+    failures=[LaneFailure(request_id="a", message="no token", is_client_fault=True)],
+)
+MESSAGES: list[wire.Message] = [
     AddRequest(
         request_id="a",
         prompt_token_ids=[0, 1, 2**31],
-        sampling=SamplingParams(
-            stop=("x", "é"), logit_bias={3: -1.5}, seed=2**63 - 1, temperature=0, max_tokens=None
-        ),
+        sampling=SAMPLING,
         priority=-3,
         arrival_time=1.5,
     ),
@@ -68,11 +103,27 @@ MESSAGES: list[ToEngine | FromEngine] = [
         ],
         stats=EngineStats(num_running=1, kv_cache_usage=0.5),
     ),
+    RankHello(),
+    LoadProgress(bytes_read=1, bytes_needed=2**40),
+    RankLoaded(num_blocks=3),
+    MakePool(num_blocks=2),
+    RankReady(),
+    STEP,
+    dataclasses.replace(STEP, new_requests=[], dropped_ids=[], chunks=[]),
+    RESULT,
+    ReadLoad(),
+    RankLoad(counts=[[2**40, 0], [1, 2]]),
+    ForgetWarmUp(num_blocks=4),
+    RankFailed(message="why", is_config=False),
 ]
 
 
+def test_every_kind_of_message_is_tried() -> None:
+    assert {type(message) for message in MESSAGES} == set(typing.get_args(wire.Message))
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire(message: ToEngine | FromEngine) -> None:
+def test_a_message_survives_the_wire(message: wire.Message) -> None:
     assert wire.decode(wire.encode(message)) == message
 
 
