@@ -34,6 +34,7 @@ class RankProcesses:
         self.init_method = f"tcp://{LOOPBACK}:{_free_port()}"
         self.seat = local_seat(0, world_size)
         self._processes: list[BaseProcess] = []
+        self._owner = os.getpid()
         # Before multiprocessing does its part, which is to wait for them.
         atexit.register(self.kill)
         try:
@@ -61,7 +62,9 @@ class RankProcesses:
                 )
 
     def kill(self) -> None:
-        """End them at once."""
+        """End them at once. Not as a copy of this process that a fork made, which ends too."""
+        if os.getpid() != self._owner:
+            return
         for process in self._processes:
             process.kill()
         self.close()
