@@ -1,6 +1,6 @@
 """Ranks that die or stop in the middle of their work: told to every client, then served again.
 
-Which process is hit, how and when is drawn from a seed. 3 seeds by default; the environment
+Which process is hit, how and when is drawn from a seed. 2 seeds by default; the environment
 variable TEST_KILL_SEEDS gives another number (`TEST_KILL_SEEDS=20 pytest -s <this file>`
 takes some minutes, and prints how long each took to be noticed).
 """
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 Start = Callable[..., Any]
 OneRank = Callable[[Sequence[str], int], list[str]]
 
-NUM_SEEDS = int(os.environ.get("TEST_KILL_SEEDS", "3"))
+NUM_SEEDS = int(os.environ.get("TEST_KILL_SEEDS", "2"))
 COLLECTIVE_TIMEOUT = 4
 # Noticed within the timeout; then the reason is looked for, and told.
 ENDED_SECONDS = COLLECTIVE_TIMEOUT + 6
