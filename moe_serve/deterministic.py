@@ -55,18 +55,14 @@ def _columns(*spans: Span, of: int) -> _Columns:
 
 def _qkv(spec: AttentionSpec, shard: ModelShard) -> _Columns:
     own = shard.heads(spec)
+    kv = own.kv_heads.scaled(spec.head_dim)
     parts = (
-        _scaled(own.heads, spec.head_dim, 0),
-        _scaled(own.kv_heads, spec.head_dim, spec.q_size),
-        _scaled(own.kv_heads, spec.head_dim, spec.q_size + spec.kv_size),
+        own.heads.scaled(spec.head_dim),
+        kv.shifted(spec.q_size),
+        kv.shifted(spec.q_size + spec.kv_size),
     )
     return _columns(*parts, of=spec.qkv_size)
 
 
 def _gate_up(own: Span, inner_size: int) -> _Columns:
-    up = Span(own.start + inner_size, own.stop + inner_size)
-    return _columns(own, up, of=2 * inner_size)
-
-
-def _scaled(span: Span, factor: int, offset: int) -> Span:
-    return Span(span.start * factor + offset, span.stop * factor + offset)
+    return _columns(own, own.shifted(inner_size), of=2 * inner_size)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -21,31 +20,23 @@ from moe_serve.engine_addresses import EngineAddresses
 from moe_serve.engine_loader import load_engine
 from moe_serve.errors import CheckpointError, ConfigError, MoeServeError, RequestError
 from moe_serve.heartbeat import LossWatch, beating
+from moe_serve.lifeline import end_with_parent
 from moe_serve.logs import set_up
 from moe_serve.messages import AbortRequests, AddRequest, EngineFailed, Shutdown, ToEngine
 from moe_serve.parallel.degrees import RankSeat, read_seat
-from moe_serve.rank_links import CAUSE_SECONDS
+from moe_serve.rank_links import CAUSE_SECONDS, LINGER_MS
 
 logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_FAULT = 1
-# What was sent last is the reason for the end: time for it to leave.
-LINGER_MS = 1000
 
 
 def run(config: EngineConfig, addresses: EngineAddresses, log_level: str) -> None:
     """Entry point of the spawned process, started with signals ignored; ends with `sys.exit`."""
     set_up(log_level, role="engine")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     sys.exit(_Process(config, addresses).run())
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(EXIT_FAULT)
 
 
 class _Process:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # What a rank said before it died may still be on its way when its death is noticed.
 LAST_WORDS_SECONDS = 0.5
+# What was sent last is the reason for an end: time for it to leave.
 LINGER_MS = 1000
 # A collective fails in the very moment in which a rank is lost; who was lost is the better reason.
 CAUSE_SECONDS = 1.5

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import threading
 import time
 
 from moe_serve import rank_worker
 from moe_serve.config import ServeConfig
 from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.lifeline import end_with_launcher
 from moe_serve.logs import set_up
 from moe_serve.parallel.degrees import RankSeat
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_POLL_SECONDS = 0.5
 # Until the neighbour that meets the same error has told of it, or is too late.
 NEIGHBOUR_SECONDS = 15.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -25,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(config: ServeConfig, seat: RankSeat) -> int:
     """Serve as that rank; the exit code. Raises what the user must mend."""
     set_up(config.log_level, role=f"rank {seat.rank}")
-    threading.Thread(target=end_with_launcher, daemon=True).start()
+    end_with_launcher()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -42,12 +40,3 @@ def _ignore_signals() -> None:
     """From now on rank 0 decides: it lets running requests end before it ends this rank."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def end_with_launcher() -> None:
-    """End the process soon after its launcher is gone, which can no longer end it."""
-    launcher = os.getppid()
-    while os.getppid() == launcher:
-        time.sleep(LAUNCHER_POLL_SECONDS)
-    logger.error("the launcher is gone; so this rank ends")
-    os._exit(rank_worker.EXIT_FAULT)

@@ -9,12 +9,12 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from multiprocessing.process import BaseProcess
 
 from moe_serve.config import EngineConfig
 from moe_serve.errors import EngineDeadError, MoeServeError
+from moe_serve.lifeline import end_with_parent
 from moe_serve.logs import set_up
 from moe_serve.parallel.degrees import RankSeat, local_seat
 from moe_serve.parallel.world import LOOPBACK
@@ -93,17 +93,10 @@ def _run(config: EngineConfig, seat: RankSeat, init_method: str) -> None:
     # Ctrl-C reaches the whole group: rank 0 decides what comes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up("warning", role=f"rank {seat.rank}")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         code = rank_worker.run(config, seat, init_method=init_method)
     except MoeServeError as error:
         logger.error("%s", error)
         code = rank_worker.EXIT_CONFIG
     sys.exit(code)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -24,7 +24,8 @@ class RankGroup:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.bytes_sent = 0
-        # gloo's own sum takes up to twice as long as an all-to-all and a local one (BENCHMARKS.md).
+        # gloo's own sum takes 1.3 to 4 times as long as an all-to-all and a local sum
+        # (BENCHMARKS.md).
         self._sums_by_all_to_all = (
             process_group is not None and dist.get_backend(process_group) == "gloo"
         )

@@ -16,6 +16,13 @@ class Span(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def scaled(self, factor: int) -> Span:
+        """The same range, counted in parts: of each thing there are `factor`."""
+        return Span(self.start * factor, self.stop * factor)
+
+    def shifted(self, offset: int) -> Span:
+        return Span(self.start + offset, self.stop + offset)
+
 
 def split(size: int, rank: int, num_ranks: int) -> Span:
     """This rank's part of `size` things, in order; parts differ by one at most, larger ones first.

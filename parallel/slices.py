@@ -54,12 +54,6 @@ class TokenSlices:
         parts_Tc = self.group.all_to_all(self._pad(x_Tc))
         return torch.cat(parts_Tc.chunk(self.group.size), dim=-1)
 
-    def gather_columns(self, x_Tc: Tensor) -> Tensor:
-        """Own columns of all tokens -> all columns of all tokens, [T, C]."""
-        if self.group.size == 1:
-            return x_Tc
-        return torch.cat(self.group.all_gather(x_Tc).chunk(self.group.size), dim=-1)
-
     def _pad(self, x_TC: Tensor) -> Tensor:
         missing = self.size * self.group.size - x_TC.shape[0]
         return F.pad(x_TC, (0, 0, 0, missing)) if missing else x_TC

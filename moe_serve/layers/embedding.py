@@ -10,6 +10,7 @@ from moe_serve.kernels.linear import linear
 from moe_serve.layers.projection import empty_parameter
 from moe_serve.models.shard import ModelShard
 from moe_serve.parallel.group import RankGroup
+from moe_serve.parallel.shard import split
 from moe_serve.parallel.slices import TokenSlices
 
 # Shapes: T tokens of the lane, t rows of the token slice, R rows that need logits, V vocabulary,
@@ -61,5 +62,5 @@ def gather_logits(
     parts = group.gather(F.pad(logits_Rv, (0, most - logits_Rv.shape[1])))
     if parts is None:
         return None
-    sizes = [vocab_size // group.size + (i < vocab_size % group.size) for i in range(group.size)]
+    sizes = [split(vocab_size, rank, group.size).size for rank in range(group.size)]
     return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=-1)

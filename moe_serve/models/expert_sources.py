@@ -89,8 +89,7 @@ class _Stack:
         slots = []
         for experts, indices in _runs(self.bank):
             for part in range(len(self.parts)):
-                first = part * self._part_rows
-                rows = Span(first + self.own_rows.start, first + self.own_rows.stop)
+                rows = self.own_rows.shifted(part * self._part_rows)
                 box = (self.own_columns, rows) if is_transposed else (rows, self.own_columns)
                 slots.append(self._slot((experts, *box), indices, part, is_transposed))
         shape = self._transposed if is_transposed else self.shape

@@ -43,8 +43,7 @@ class ModelShard:
     def output_columns(self, spec: AttentionSpec) -> Span:
         if self.layout.deterministic:
             return Span(0, spec.q_size)
-        heads = self.heads(spec).heads
-        return Span(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        return self.heads(spec).heads.scaled(spec.head_dim)
 
     def inner(self, inner_size: int) -> Span:
         return self._split(inner_size)

@@ -77,7 +77,7 @@ def _attention(
         kinds: list[tuple[str, str, Shape]] = [("weight", "weight_ND", (rows, size))]
         if spec.has_qkv_bias:
             kinds.append(("bias", "bias_N", (rows,)))
-        own_rows = Span(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        own_rows = heads.scaled(spec.head_dim)
         for kind, parameter, shape in kinds:
             yield _matrix(
                 f"{ours}qkv.{parameter}",
