@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_serve.experts.bank import ExpertBank
+from moe_serve.kernels.combine import weigh_rows, weigh_slots
 from moe_serve.kernels.permute import permute
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.shard import split
-from moe_serve.routing.dispatch import weigh_rows, weigh_slots
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 

@@ -19,6 +19,8 @@ class StepContext:
     - `query_starts`: S + 1 offsets into T, plain ints (known on the host: no sync).
     - `context_lens`: S counts of positions that a sequence's last new token sees, itself included.
     - `block_tables_SB`: block ids in order, padded with 0; int64.
+    - `num_valid_1`: one int32 on the device: rows of T from there on are padding, which a captured
+      graph needs, and nothing may count them. None: there is no padding.
     """
 
     positions_T: torch.Tensor
@@ -28,6 +30,7 @@ class StepContext:
     block_tables_SB: torch.Tensor
     num_decodes: int
     block_size: int
+    num_valid_1: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from moe_serve.config import All2AllBackend
 from moe_serve.models.shard import WHOLE_MODEL, ModelShard
 from moe_serve.parallel.group import SOLO, RankGroup
@@ -37,11 +39,12 @@ class Ranks:
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTokens:
     """`slices`: how this lane's tokens lie on its ranks. `capacity`: the longest slice of any rank
-    that meets this one's experts; every rank knows it.
+    that meets this one's experts; every rank knows it. `num_valid_1`: see `StepContext`.
     """
 
     slices: TokenSlices
     capacity: int
+    num_valid_1: Tensor | None = None
 
 
 SINGLE_RANK = Ranks()

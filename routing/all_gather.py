@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_serve.kernels.combine import weigh_slots
 from moe_serve.kernels.permute import permute
 from moe_serve.parallel.group import RankGroup
-from moe_serve.routing.dispatch import Dispatched, weigh_slots
+from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import count_ids, permute
 from moe_serve.parallel.group import RankGroup
-from moe_serve.routing.dispatch import Dispatched, weigh_rows
+from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing

@@ -6,8 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
+from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import permute
-from moe_serve.routing.dispatch import Dispatched, weigh_rows
+from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.router import Routing
 
 # Shapes: T tokens, D model, K top-k, E experts, R = T * K rows sorted by expert.

@@ -14,12 +14,12 @@ from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import DispatchedExperts, ExpertPath, make_expert_path
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.experts.placement import Placement
+from moe_serve.kernels.combine import weigh_slots
 from moe_serve.models.shard import ModelShard
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.shard import Span, split
 from moe_serve.routing.backends import Backend
-from moe_serve.routing.dispatch import weigh_slots
 from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 from tests.rank_pool import RankPool

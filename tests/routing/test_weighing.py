@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_serve.routing.dispatch import weigh_rows, weigh_slots
+from moe_serve.kernels.combine import weigh_rows, weigh_slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,128 @@
+"""What the files of kernels share: Triton where it is installed, and where a kernel runs.
+
+An op is three functions of one signature, of which callers use the first:
+
+    op          the launcher on a GPU, the twin on the CPU
+    op_triton   launches the Triton kernel
+    op_torch    its twin: plain PyTorch, on any device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.targets import INTERPRETER, TARGETS, Target, nearest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Absent:
+    """Stands for Triton where there is none, so that kernel files still import for their twins."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, value: Any = None, **options: Any) -> Any:
+        return self if value is None else value
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = _Absent()
+
+HAS_TRITON = not isinstance(triton, _Absent)
+
+
+class Launch(NamedTuple):
+    """A kernel, its grid, and what it is called with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Recording(NamedTuple):
+    target: Target
+    launches: list[Launch]
+
+
+_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar(
+    "recording", default=None
+)
+
+
+def by_device(on_gpu: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
+    """The op that both compute: `twin` where the first argument is on the CPU, else `on_gpu`."""
+
+    @functools.wraps(twin)
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        return (twin if first.device.type == "cpu" else on_gpu)(*args, **kwargs)
+
+    op.__name__ = op.__qualname__ = twin.__name__.removesuffix("_torch")
+    return op
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a Triton kernel; an empty grid runs nothing. All launches go through here.
+
+    `options`: constants of the kernel, and Triton's own, such as num_warps. A product and a sum are
+    not fused into one rounding unless they say so, since compilers fuse by the code around them.
+    """
+    options.setdefault("enable_fp_fusion", False)
+    recording = _recording.get()
+    if recording is not None:
+        recording.launches.append(Launch(kernel, grid, args, options))
+    elif 0 not in grid:
+        kernel[grid](*args, **options)
+
+
+@contextlib.contextmanager
+def recorded(target: Target) -> Iterator[list[Launch]]:
+    """Inside, launches are listed instead of run, and tiles chosen for `target`: works with tensors
+    of the device "meta", so without a GPU and without memory.
+    """
+    launches: list[Launch] = []
+    token = _recording.set(_Recording(target, launches))
+    try:
+        yield launches
+    finally:
+        _recording.reset(token)
+
+
+def target_of(x: Tensor) -> Target:
+    """The GPU that `x` is on; Triton's interpreter for the CPU."""
+    recording = _recording.get()
+    if recording is not None:
+        return recording.target
+    if x.device.type == "cpu":
+        return INTERPRETER
+    if not HAS_TRITON:
+        raise ImportError("CUDA kernels need the package triton: pip install triton")
+    return _target_of_device(x.device.index or 0)
+
+
+@functools.cache
+def _target_of_device(index: int) -> Target:
+    properties: Any = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        target = TARGETS["gfx942"]
+    else:
+        target = dataclasses.replace(
+            nearest((properties.major, properties.minor)),
+            shared_memory=properties.shared_memory_per_block_optin,
+        )
+    return dataclasses.replace(target, num_processors=properties.multi_processor_count)
