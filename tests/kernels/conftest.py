@@ -1,0 +1,11 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter (see tests/conftest.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
