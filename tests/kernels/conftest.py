@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter (see tests/conftest.py)."""
+"""Kernels run on the GPU where there is one, else in Triton's interpreter: tests/conftest.py."""
 
 from __future__ import annotations
 
