@@ -62,6 +62,9 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         GPU_MEMORY_UTILIZATION, "share of GPU memory to use (CUDA only)"
     )
+    enforce_eager: bool = option(
+        False, "launch kernels one by one, without CUDA graphs (CUDA only)"
+    )
     kv_cache_memory: str | None = option(None, "size of the KV pool, as 512MiB; CPU default 256MiB")
     num_kv_blocks: int | None = option(
         None, "number of KV blocks, instead of a size", aliases=("num_gpu_blocks_override",)
@@ -132,6 +135,11 @@ class EngineConfig:
     def engine_options(self) -> dict[str, Any]:
         """The engine's options by name, without what a subclass adds."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)}
+
+    @property
+    def sizes_kv_pool(self) -> bool:
+        """Whether the user said how large the pool is."""
+        return self.num_kv_blocks is not None or self.kv_cache_memory is not None
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -71,7 +71,7 @@ def load_engine(
 
 def _load_alone(setup: RankSetup, show_progress: bool) -> tuple[Executor, int]:
     model = setup.load(setup.ranks(None), None, show_progress=show_progress)
-    num_blocks = setup.num_fitting_blocks
+    num_blocks = setup.num_fitting_blocks(model)
     return LocalExecutor(setup.make_runner(model, num_blocks)), num_blocks
 
 

@@ -7,12 +7,13 @@ name or hold, never with the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.upload import to_device
 
 _MAX = torch.finfo(torch.float32).max
 # Dividing by less would be dividing by zero once rounded to fp32.
@@ -133,14 +134,13 @@ def _distinct(
     flat = np.concatenate([ids[ids < vocab_size] + index * vocab_size for index, ids in arrays])
     flat, counts = np.unique(flat, return_counts=True)
     rows_n, ids_n = np.divmod(flat, vocab_size)
-    device = logits_SV.device
-    at = torch.from_numpy(rows_n).to(device), torch.from_numpy(ids_n).to(device)
-    return at, torch.from_numpy(counts).to(device)
+    at = _indices(logits_SV, rows_n), _indices(logits_SV, ids_n)
+    return at, _indices(logits_SV, counts)
 
 
-def _indices(like: torch.Tensor, values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64, device=like.device)
+def _indices(like: torch.Tensor, values: Sequence[int] | np.ndarray) -> torch.Tensor:
+    return to_device(values, torch.int64, like.device)
 
 
-def _floats(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float32, device=like.device)
+def _floats(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return to_device(values, torch.float32, like.device)

@@ -9,6 +9,7 @@ import torch
 from moe_serve.errors import LogitsError
 from moe_serve.kernels.sampling import log_normalizer, rank_keys
 from moe_serve.messages import TokenLogprobs
+from moe_serve.upload import to_device
 
 # Bounds the scratch memory to about 100 MB, however long the prompt and wide the vocabulary.
 _MAX_BLOCK_ELEMENTS = 2**22
@@ -36,6 +37,7 @@ def prompt_logprobs(
     if not next_token_ids:
         return []
     is_good_T = logits_TV.amax(dim=-1).isfinite()
+    # sync: for the requests that ask.
     if not bool(is_good_T.all()):
         position = int((~is_good_T).nonzero()[0])
         raise LogitsError(f"the model gave logits that are not finite at prompt row {position}")
@@ -55,13 +57,14 @@ def token_logprobs(
     """
     assert logits_TV.shape[0] == len(token_ids)
     num_rows = max(1, _MAX_BLOCK_ELEMENTS // logits_TV.shape[1])
-    chosen_T1 = torch.tensor(token_ids, dtype=torch.int64, device=logits_TV.device).unsqueeze(-1)
+    chosen_T1 = to_device(token_ids, torch.int64, logits_TV.device).unsqueeze(-1)
     blocks = [
         _block_logprobs(logits_RV.float(), chosen_R1, num_top)
         for logits_RV, chosen_R1 in zip(
             torch.split(logits_TV, num_rows), torch.split(chosen_T1, num_rows), strict=True
         )
     ]
+    # sync: for the requests that ask.
     columns = [torch.cat(column).tolist() for column in zip(*blocks, strict=True)]
     return [
         TokenLogprobs(

@@ -16,6 +16,7 @@ from moe_serve.messages import TokenLogprobs
 from moe_serve.models.decoder import Decoder
 from moe_serve.sampler import Sampler, SamplingRow
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
+from moe_serve.upload import to_device
 
 # Prompt positions whose logits exist at once.
 LOGIT_ROWS = 128
@@ -91,7 +92,7 @@ class ModelRunner:
         rows = [row for row, chunk in enumerate(plan.chunks) if chunk.samples]
         if not rows:
             return {}
-        last = torch.tensor([starts[row + 1] - 1 for row in rows], device=self.device)
+        last = to_device([starts[row + 1] - 1 for row in rows], torch.int64, self.device)
         logits_SV = self.model.logits(hidden_TD[last])
         if logits_SV is None:
             return {}

@@ -34,7 +34,6 @@ ELSEWHERE = {
     "--schedule-policy": "requests run by priority, then in order of arrival; drop it",
     "--scheduling-policy": "requests run by priority, then in order of arrival; drop it",
     "--enable-chunked-prefill": "it is always on; --max-num-batched-tokens sets the chunk",
-    "--enforce-eager": "there is no other mode; drop it",
     "--seed": "requests carry their own seed; drop it",
 }
 

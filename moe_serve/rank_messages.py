@@ -1,9 +1,9 @@
 """What rank 0 and the other ranks of an engine tell each other, beside tensors.
 
-To a rank: `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad` and `ForgetWarmUp`
-in any order, `Shutdown` at the end.
-From a rank: `RankHello`, `LoadProgress`, `RankLoaded`, `RankReady`, then `LaneResult` a step from
-a lane's leader, `RankLoad` when asked; or `RankFailed` and the end.
+To a rank: `FitPool` and `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad` and
+`ForgetWarmUp` in any order, `Shutdown` at the end.
+From a rank: `RankHello`, `LoadProgress`, `RankLoaded`, `PoolFits`, `RankReady`, then `LaneResult` a
+step from a lane's leader, `RankLoad` when asked; or `RankFailed` and the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ class LoadProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoaded:
-    """The weights are there; `num_blocks` KV blocks would fit beside them."""
+    """The weights are there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitPool:
+    """All ranks have their weights: find out together how many KV blocks fit beside them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFits:
+    """That many KV blocks fit on the rank."""
 
     num_blocks: int
 
@@ -91,5 +101,14 @@ class RankFailed:
     is_config: bool
 
 
-ToRank = MakePool | StepMessage | ReadLoad | ForgetWarmUp | Shutdown
-FromRank = RankHello | LoadProgress | RankLoaded | RankReady | LaneResult | RankLoad | RankFailed
+ToRank = FitPool | MakePool | StepMessage | ReadLoad | ForgetWarmUp | Shutdown
+FromRank = (
+    RankHello
+    | LoadProgress
+    | RankLoaded
+    | PoolFits
+    | RankReady
+    | LaneResult
+    | RankLoad
+    | RankFailed
+)

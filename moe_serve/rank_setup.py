@@ -14,6 +14,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.kv_pool import block_bytes, make_pool, pool_blocks
 from moe_serve.loader import load_model, pick_dtype
+from moe_serve.memory_profile import largest_step, num_blocks_of, peak_bytes
 from moe_serve.model_folder import ModelFolder, open_model_folder
 from moe_serve.model_runner import ModelRunner
 from moe_serve.models.decoder import Decoder
@@ -88,10 +89,29 @@ class RankSetup:
         """Bytes of one KV block on this rank."""
         return block_bytes(self.folder.spec, self.shard, self.config.block_size, self.dtype)
 
-    @property
-    def num_fitting_blocks(self) -> int:
-        """KV blocks that fit beside the weights, which are loaded by now."""
-        return pool_blocks(self.config, self.block_bytes, self.device)
+    def num_fitting_blocks(self, model: Decoder) -> int:
+        """KV blocks that fit beside the weights and the largest step. All ranks call it together.
+
+        Raises `ConfigError` where not even one fits.
+        """
+        is_measured = self.device.type == "cuda" and not self.config.sizes_kv_pool
+        step_bytes = self._largest_step_bytes(model) if is_measured else 0
+        return pool_blocks(self.config, self.block_bytes, self.device, step_bytes)
+
+    def _largest_step_bytes(self, model: Decoder) -> int:
+        """By running it on a pool of its own; and once more for the share that graphs keep."""
+        config = self.config
+        plan = largest_step(
+            num_tokens=config.max_num_batched_tokens,
+            num_sequences=config.max_num_seqs,
+            max_model_len=config.max_model_len or self.folder.spec.max_position,
+            block_size=config.block_size,
+            num_lanes=self.layout.data_size,
+        )
+        runner = self.make_runner(model, num_blocks_of(plan))
+        peak = peak_bytes(runner, plan.of_lane(self.layout.lane))
+        share = config.max_num_seqs / max(config.max_num_seqs, config.max_num_batched_tokens)
+        return int(peak * (1 + share))
 
     def make_runner(self, model: Decoder, num_blocks: int) -> ModelRunner:
         spec = self.folder.spec

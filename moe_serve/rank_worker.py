@@ -14,9 +14,11 @@ from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT, World, join, leave
 from moe_serve.rank_links import CAUSE_SECONDS, LeaderLink
 from moe_serve.rank_messages import (
+    FitPool,
     ForgetWarmUp,
     LoadProgress,
     MakePool,
+    PoolFits,
     RankFailed,
     RankLoad,
     RankLoaded,
@@ -72,8 +74,11 @@ def run(
 def _get_ready(link: LeaderLink, setup: RankSetup, world: World) -> ModelRunner | None:
     """None: rank 0 gave up meanwhile."""
     model = setup.load(setup.ranks(world), _Progress(link), show_progress=False)
-    link.send(RankLoaded(num_blocks=setup.num_fitting_blocks))
+    link.send(RankLoaded())
     answer = link.receive()
+    if isinstance(answer, FitPool):
+        link.send(PoolFits(num_blocks=setup.num_fitting_blocks(model)))
+        answer = link.receive()
     if isinstance(answer, Shutdown):
         return None
     assert isinstance(answer, MakePool)
@@ -93,7 +98,7 @@ def _work(link: LeaderLink, runner: ModelRunner) -> None:
         elif isinstance(message, ReadLoad):
             link.send(RankLoad(counts=runner.load.to_list()))
         else:
-            assert not isinstance(message, MakePool)
+            assert not isinstance(message, FitPool | MakePool)
             plan = decoder.decode(message)
             result = runner.run(plan)
             if result is not None and plan.chunks:

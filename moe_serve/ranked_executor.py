@@ -12,10 +12,12 @@ from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.world import World, join, leave
 from moe_serve.rank_links import CAUSE_SECONDS, RankLinks
 from moe_serve.rank_messages import (
+    FitPool,
     ForgetWarmUp,
     LaneFailure,
     LaneResult,
     MakePool,
+    PoolFits,
     RankLoad,
     RankLoaded,
     RankReady,
@@ -142,8 +144,11 @@ def _load(
     setup: RankSetup, world: World, links: RankLinks, on_progress: Callable[[int, int], None]
 ) -> tuple[RankedExecutor, int]:
     model = setup.load(setup.ranks(world), on_progress, show_progress=False)
-    others = [answer.num_blocks for answer in links.receive_all(RankLoaded)]
-    num_blocks = min(setup.num_fitting_blocks, *others)
+    links.receive_all(RankLoaded)
+    # Only now: the largest step, which may be run for it, needs all ranks.
+    links.send_all(FitPool())
+    own = setup.num_fitting_blocks(model)
+    num_blocks = min(own, *(answer.num_blocks for answer in links.receive_all(PoolFits)))
     links.send_all(MakePool(num_blocks=num_blocks))
     runner = setup.make_runner(model, num_blocks)
     links.receive_all(RankReady)

@@ -13,6 +13,7 @@ from moe_serve.logit_edits import SamplingRow, edit_logits
 from moe_serve.logprobs import token_logprobs
 from moe_serve.messages import TokenLogprobs
 from moe_serve.step import SampledToken
+from moe_serve.upload import to_device
 
 __all__ = ["Sampler", "SamplingRow", "uniform"]
 
@@ -50,12 +51,13 @@ class Sampler:
         assert logits_SV.shape == (len(rows), self.vocab_size)
         if not rows:
             return []
-        is_good = logits_SV.amax(dim=-1).isfinite().tolist()
+        is_good_S = logits_SV.amax(dim=-1).isfinite()
         edited_SV = self._edit(logits_SV, rows)
         max_S, ids_S = edited_SV.max(dim=-1)
         _sample(edited_SV, max_S, rows, ids_S)
-        has_choice = max_S.isfinite().tolist()
-        token_ids: list[int] = ids_S.tolist()
+        # sync: the one of a step, for all that the host must know of it.
+        columns: list[list[int]] = torch.stack((ids_S, is_good_S, max_S.isfinite())).tolist()
+        token_ids, is_good, has_choice = columns
         logprobs = self._logprobs(logits_SV, rows, token_ids)
         results: list[SampledToken | LogitsError] = []
         for index, token_id in enumerate(token_ids):
@@ -117,7 +119,7 @@ def _sample(
     weights_RV = _filter(weights_RV, logits_RV, chosen)
     uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in chosen]
     ids_R = pick(weights_RV, _column(logits_SV, uniforms, torch.float64))
-    ids_S[torch.tensor(who, device=ids_S.device)] = ids_R
+    ids_S[to_device(who, torch.int64, ids_S.device)] = ids_R
 
 
 def _filter(
@@ -132,9 +134,9 @@ def _filter(
         if top_ks[index] < vocab_size or row.params.top_p < 1
     ]
     if who:
-        top_k = torch.tensor([top_ks[index] for index in who], device=logits_RV.device)
+        top_k = to_device([top_ks[index] for index in who], torch.int64, logits_RV.device)
         top_p = _column(logits_RV, [rows[index].params.top_p for index in who], torch.float64)
-        weights_RV[who] = keep_top(
+        weights_RV[to_device(who, torch.int64, weights_RV.device)] = keep_top(
             _rows_of(weights_RV, who), _rows_of(logits_RV, who), top_k, top_p.squeeze(-1)
         )
     if any(row.params.min_p for row in rows):
@@ -149,11 +151,13 @@ def _effective_top_k(top_k: int, vocab_size: int) -> int:
 
 def _rows_of(values: torch.Tensor, who: list[int]) -> torch.Tensor:
     """The rows `who`, ascending and distinct; without a copy when these are all rows."""
-    return values if len(who) == values.shape[0] else values[who]
+    if len(who) == values.shape[0]:
+        return values
+    return values[to_device(who, torch.int64, values.device)]
 
 
 def _column(like: torch.Tensor, values: list[float], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(-1)
+    return to_device(values, dtype, like.device).unsqueeze(-1)
 
 
 def _shortened(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:

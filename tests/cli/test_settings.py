@@ -17,9 +17,9 @@ from moe_serve.settings import parse
 ENGINE_FLAGS = """
     --config --revision --dtype --device --max-model-len --max-num-seqs
     --max-num-batched-tokens --chunked-prefill-size --block-size --gpu-memory-utilization
-    --kv-cache-memory --num-kv-blocks --num-gpu-blocks-override --[no-]enable-prefix-caching
-    --max-logprobs --num-threads --tensor-parallel-size --tp --data-parallel-size --dp
-    --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
+    --[no-]enforce-eager --kv-cache-memory --num-kv-blocks --num-gpu-blocks-override
+    --[no-]enable-prefix-caching --max-logprobs --num-threads --tensor-parallel-size --tp
+    --data-parallel-size --dp --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
     --[no-]deterministic --collective-timeout --help
 """.split()
 SERVE_FLAGS = """

@@ -77,6 +77,7 @@ def test_a_request_that_is_refused_leaves_its_neighbours_alone(random_model: Pat
         ({"kv_cache_memory": "1KiB"}, "1024.*kv-cache-memory"),
         ({"no_such": 1}, "no_such"),
         ({"gpu_memory_utilization": 0.5}, "no effect on cpu.*kv-cache-memory"),
+        ({"enforce_eager": True}, "--enforce-eager has no effect on cpu"),
         ({"device": "cuda"}, "CUDA"),
     ],
 )
