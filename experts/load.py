@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-# Shapes: L MoE layers, E logical experts, T tokens, K top-k.
+# Shapes: L MoE layers, E logical experts.
 
 
 class ExpertLoad:
     """Counts per MoE layer and logical expert since the start: `counts_LE`, int64.
 
-    Every routed token is counted once, by the rank that routes it: over all ranks, each row sums to
-    tokens x top_k.
+    Every routed token is counted once, by the router of the rank that routes it: over all ranks,
+    each row sums to tokens x top_k.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-
-    def count(self, layer_index: int, ids_TK: Tensor) -> None:
-        self.counts_LE[layer_index] += torch.bincount(
-            ids_TK.flatten(), minlength=self.counts_LE.shape[1]
-        )
 
     def to_list(self) -> list[list[int]]:
         counts: list[list[int]] = self.counts_LE.tolist()

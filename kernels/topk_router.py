@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.elementwise import sigmoid
+from moe_serve.kernels.jit import by_device, launch, tl, triton
+from moe_serve.kernels.row_tiles import power_of_two, router_tiles
 
 # Shapes: T tokens, E experts, K top-k, G groups.
 
+SCORES = ("softmax", "sigmoid")
+# Below the key of any number.
+NO_KEY = tl.constexpr(-(2**62))
 
-def topk_router(
+
+def topk_router_torch(
     logits_TE: Tensor,
     top_k: int,
     *,
@@ -20,6 +26,8 @@ def topk_router(
     correction_bias_E: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    load_E: Tensor | None = None,
+    num_valid_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> ids [T, K] int64 (best first), weights [T, K] fp32. T = 0 is fine.
 
@@ -27,6 +35,11 @@ def topk_router(
     (DeepSeek-V3). With groups, only experts of the `top_groups` best groups may be chosen; a group
     is worth the sum of its two best biased scores (its best one, without a bias).
     `renormalize` divides the chosen weights by their sum; `scale` multiplies them at the end.
+    Softmax over the chosen logits alone (gpt-oss) is softmax, renormalised. Equal scores, and
+    groups of equal worth, rank by lower id. Rows with NaN get some K different experts.
+
+    `load_E` int64 grows by one for each token and slot. `num_valid_1`: rows from there on are
+    padding: their ids are -1, their weights 0, and nothing counts them.
     """
     scores_TE = _scores(logits_TE.float(), score)
     choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
@@ -37,15 +50,25 @@ def topk_router(
     weights_TK = scores_TE.gather(1, ids_TK)
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
+    if scale != 1.0:
+        weights_TK = weights_TK * scale
+    is_valid_TK = torch.ones_like(ids_TK, dtype=torch.bool)
+    if num_valid_1 is not None:
+        is_valid_TK &= torch.arange(len(ids_TK), device=ids_TK.device)[:, None] < num_valid_1
+        ids_TK, weights_TK = ids_TK.where(is_valid_TK, -1), weights_TK.where(is_valid_TK, 0.0)
+    if load_E is not None:
+        load_E.scatter_add_(0, ids_TK.clamp(min=0).flatten(), is_valid_TK.flatten().long())
+    return ids_TK, weights_TK
 
 
 def _scores(logits_TE: Tensor, score: str) -> Tensor:
-    if score == "softmax":
-        return logits_TE.softmax(-1)
-    if score == "sigmoid":
-        return sigmoid(logits_TE)
-    raise ValueError(f"unknown router score {score!r}")
+    _check(score)
+    return logits_TE.softmax(-1) if score == "softmax" else sigmoid(logits_TE)
+
+
+def _check(score: str) -> None:
+    if score not in SCORES:
+        raise ValueError(f"unknown router score {score!r}")
 
 
 def _mask_groups(choice_TE: Tensor, num_groups: int, top_groups: int, best: int) -> Tensor:
@@ -54,7 +77,7 @@ def _mask_groups(choice_TE: Tensor, num_groups: int, top_groups: int, best: int)
     best = min(best, grouped_TGe.shape[-1])
     worth_TG = grouped_TGe.topk(best, dim=-1).values.sum(-1)
     kept = torch.zeros_like(worth_TG, dtype=torch.bool)
-    kept.scatter_(1, worth_TG.topk(top_groups, dim=-1).indices, True)
+    kept.scatter_(1, _topk_lowest_id_first(worth_TG, top_groups), True)
     # -inf, not 0: biased scores may all be negative.
     masked_TE: Tensor = grouped_TGe.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     return masked_TE
@@ -64,3 +87,178 @@ def _topk_lowest_id_first(choice_TE: Tensor, top_k: int) -> Tensor:
     """Top-k with ties to the lowest id, so that the choice is the same on every device."""
     order_TE: Tensor = choice_TE.sort(dim=-1, descending=True, stable=True).indices
     return order_TE[:, :top_k].contiguous()
+
+
+def topk_router_triton(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score: str,
+    renormalize: bool,
+    scale: float = 1.0,
+    correction_bias_E: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    load_E: Tensor | None = None,
+    num_valid_1: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check(score)
+    num_tokens, num_experts = logits_TE.shape
+    if top_groups >= num_groups:
+        num_groups = top_groups = 1
+    assert logits_TE.stride(1) == 1 and 1 <= top_k <= num_experts
+    assert num_experts % num_groups == 0
+    assert load_E is None or (load_E.dtype == torch.int64 and load_E.shape == (num_experts,))
+    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    group_size = num_experts // num_groups
+    groups, slots = power_of_two(num_groups), power_of_two(group_size)
+    tiles = router_tiles(groups * slots)
+    launch(
+        _topk_router_kernel,
+        (triton.cdiv(num_tokens, tiles.rows),),
+        logits_TE,
+        correction_bias_E,
+        num_valid_1,
+        ids_TK,
+        weights_TK,
+        load_E,
+        num_tokens,
+        logits_TE.stride(0),
+        scale,
+        TOP_K=top_k,
+        SCORE=score,
+        RENORMALIZE=renormalize,
+        NUM_GROUPS=num_groups,
+        TOP_GROUPS=top_groups,
+        GROUP_SIZE=group_size,
+        ROWS=tiles.rows,
+        GROUPS=groups,
+        SLOTS=slots,
+        KS=power_of_two(top_k),
+        num_warps=tiles.num_warps,
+    )
+    return ids_TK, weights_TK
+
+
+topk_router = by_device(topk_router_triton, topk_router_torch)
+
+
+@triton.jit
+def ordered_bits(x):
+    """int32 that order as fp32 numbers do; both zeros are one number, NaN lies beyond infinity."""
+    # Adding zero turns -0.0 into 0.0.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    # Negative floats grow in magnitude with their bits: turn those around.
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def rank_keys(x, SIZE: tl.constexpr):
+    """int64, all distinct in a row of [R, SIZE]: greater number first, then lower column."""
+    countdown = SIZE - 1 - tl.arange(0, SIZE)
+    return ordered_bits(x).to(tl.int64) * SIZE + countdown[None, :]
+
+
+@triton.jit
+def _take_best(keys):
+    """Where each row's greatest key stands, and the keys without it."""
+    is_best = keys == tl.max(keys, axis=1)[:, None]
+    return is_best, tl.where(is_best, NO_KEY, keys)
+
+
+@triton.jit
+def _is_kept(choice, keys, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
+             ROWS: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Mask [R, GROUPS * SLOTS] of the experts in the best groups."""
+    choice = tl.reshape(choice, (ROWS * GROUPS, SLOTS))
+    keys = tl.reshape(keys, (ROWS * GROUPS, SLOTS))
+    worth = tl.zeros((ROWS * GROUPS,), tl.float32)
+    for _ in tl.static_range(BEST):
+        is_best, keys = _take_best(keys)
+        worth += tl.sum(tl.where(is_best, choice, 0.0), axis=1)
+    worth = tl.reshape(worth, (ROWS, GROUPS))
+    group_keys = rank_keys(worth, GROUPS)
+    group_keys = tl.where((tl.arange(0, GROUPS) < NUM_GROUPS)[None, :], group_keys, NO_KEY)
+    kept = tl.zeros((ROWS, GROUPS), tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        is_best, group_keys = _take_best(group_keys)
+        kept = kept | is_best
+    kept = tl.broadcast_to(kept[:, :, None], (ROWS, GROUPS, SLOTS))
+    return tl.reshape(kept, (ROWS, GROUPS * SLOTS))
+
+
+# Experts of a group stand at the first GROUP_SIZE of its SLOTS columns: both are powers of two.
+@triton.jit(do_not_specialize=["num_tokens"])
+def _topk_router_kernel(
+    logits_ptr,
+    bias_ptr,
+    num_valid_ptr,
+    ids_ptr,
+    weights_ptr,
+    load_ptr,
+    num_tokens,
+    logits_stride,
+    scale,
+    TOP_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KS: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = GROUPS * SLOTS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    experts = columns // SLOTS * GROUP_SIZE + columns % SLOTS
+    is_expert = (columns % SLOTS < GROUP_SIZE) & (columns // SLOTS < NUM_GROUPS)
+    at = rows.to(tl.int64)[:, None] * logits_stride + experts[None, :]
+    mask = (rows < num_tokens)[:, None] & is_expert[None, :]
+    logits = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    logits = tl.where(is_expert[None, :], logits, float("-inf"))
+    if SCORE == "softmax":
+        likelihood = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = tl.div_rn(likelihood, tl.broadcast_to(
+            tl.sum(likelihood, axis=1)[:, None], (ROWS, COLUMNS)))  # fmt: skip
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    choice = scores
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + experts, mask=is_expert, other=0.0).to(tl.float32)
+        choice = scores + bias[None, :]
+    keys = tl.where(is_expert[None, :], rank_keys(choice, COLUMNS), NO_KEY)
+    if TOP_GROUPS < NUM_GROUPS:
+        best_of: tl.constexpr = 1 if (bias_ptr is None or GROUP_SIZE == 1) else 2
+        kept = _is_kept(choice, keys, NUM_GROUPS, TOP_GROUPS, best_of, ROWS, GROUPS, SLOTS)
+        keys = rank_keys(tl.where(kept, choice, float("-inf")), COLUMNS)
+        keys = tl.where(is_expert[None, :], keys, NO_KEY)
+
+    slots = tl.arange(0, KS)
+    ids = tl.zeros((ROWS, KS), tl.int32)
+    weights = tl.zeros((ROWS, KS), tl.float32)
+    for slot in range(TOP_K):
+        is_best, keys = _take_best(keys)
+        expert = tl.sum(tl.where(is_best, experts[None, :], 0), axis=1)
+        weight = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
+        is_slot = (slots == slot)[None, :]
+        ids = tl.where(is_slot, expert[:, None], ids)
+        weights = tl.where(is_slot, weight[:, None], weights)
+    if RENORMALIZE:
+        total = tl.broadcast_to(tl.sum(weights, axis=1)[:, None], (ROWS, KS))
+        weights = tl.div_rn(weights, total)
+    weights = weights * scale
+    is_valid = tl.broadcast_to((rows < num_tokens)[:, None], (ROWS, KS))
+    if num_valid_ptr is not None:
+        is_valid = is_valid & (rows < tl.load(num_valid_ptr))[:, None]
+    mask = (rows < num_tokens)[:, None] & (slots < TOP_K)[None, :]
+    out_at = rows.to(tl.int64)[:, None] * TOP_K + slots[None, :]
+    tl.store(ids_ptr + out_at, tl.where(is_valid, ids, -1).to(tl.int64), mask=mask)
+    tl.store(weights_ptr + out_at, tl.where(is_valid, weights, 0.0), mask=mask)
+    if load_ptr is not None:
+        one = tl.full((ROWS, KS), 1, tl.int64)
+        # Integers: exact in any order.
+        tl.atomic_add(load_ptr + ids, one, mask=mask & is_valid, sem="relaxed")

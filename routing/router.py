@@ -25,14 +25,27 @@ class RouterSpec:
 
 
 class Routing(NamedTuple):
-    """Where each token goes: `ids_TK` int64 logical experts, `weights_TK` fp32."""
+    """Where each token goes: `ids_TK` int64 logical experts, `weights_TK` fp32.
+
+    Padding goes nowhere: ids -1, weights 0.
+    """
 
     ids_TK: Tensor
     weights_TK: Tensor
 
 
-def route(logits_TE: Tensor, spec: RouterSpec, correction_bias_E: Tensor | None = None) -> Routing:
-    """Choose the experts of each token. Logits are taken to fp32 before anything else."""
+def route(
+    logits_TE: Tensor,
+    spec: RouterSpec,
+    correction_bias_E: Tensor | None = None,
+    *,
+    load_E: Tensor | None = None,
+    num_valid_1: Tensor | None = None,
+) -> Routing:
+    """Choose the experts of each token. Logits are taken to fp32 before anything else.
+
+    `load_E` counts the choices; `num_valid_1`: see `StepContext`.
+    """
     ids_TK, weights_TK = topk_router(
         logits_TE,
         spec.top_k,
@@ -42,5 +55,7 @@ def route(logits_TE: Tensor, spec: RouterSpec, correction_bias_E: Tensor | None 
         correction_bias_E=correction_bias_E,
         num_groups=spec.num_groups,
         top_groups=spec.top_groups,
+        load_E=load_E,
+        num_valid_1=num_valid_1,
     )
     return Routing(ids_TK, weights_TK)

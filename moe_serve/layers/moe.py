@@ -39,8 +39,11 @@ class Router(nn.Module):
         """[T, E] fp32."""
         return linear(x_TD.float(), self.weight_ED)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        return route(self.logits(x_TD), self.spec)
+    def forward(
+        self, x_TD: Tensor, load_E: Tensor | None = None, num_valid_1: Tensor | None = None
+    ) -> Routing:
+        """`load_E` grows by the choices of all rows but padding: those from `num_valid_1` on."""
+        return route(self.logits(x_TD), self.spec, load_E=load_E, num_valid_1=num_valid_1)
 
 
 class MoE(nn.Module):
@@ -94,13 +97,13 @@ class MoE(nn.Module):
             return x_tD
         # Padding is neither routed nor counted.
         x_TD = x_tD[: tokens.slices.num_valid]
-        routing = self.router(x_TD)
-        if load is not None:
-            load.count(self.moe_index, routing.ids_TK)
+        load_E = None if load is None else load.counts_LE[self.moe_index]
+        routing = self.router(x_TD, load_E, tokens.num_valid_1)
         y_TD = self.path.run(x_TD, routing, self.experts, tokens.capacity)
         if self.shared is not None:
             y_TD = y_TD + self._shared(x_TD, self.shared)
-        return F.pad(y_TD, (0, 0, 0, x_tD.shape[0] - x_TD.shape[0]))
+        missing = x_tD.shape[0] - x_TD.shape[0]
+        return F.pad(y_TD, (0, 0, 0, missing)) if missing else y_TD
 
     def _shared(self, x_TD: Tensor, shared: GatedMLP) -> Tensor:
         y_TD: Tensor = shared(x_TD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_serve.kernels.rms_norm import rms_norm
+from moe_serve.kernels.rms_norm import AddedNorm, add_rms_norm, rms_norm
 from moe_serve.layers.projection import empty_parameter
 
 
@@ -19,3 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight_D, self.eps)
+
+    def add_and_norm(self, x: Tensor, y: Tensor) -> AddedNorm:
+        """The residual stream x + y, rounded to its dtype, and its norm: on a GPU one pass."""
+        return add_rms_norm(x, y, self.weight_D, self.eps)

@@ -7,7 +7,6 @@ import torch
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import DispatchedExperts
-from moe_serve.experts.load import ExpertLoad
 from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 
@@ -62,11 +61,3 @@ def test_experts_match_a_loop_over_tokens(bank: ExpertBank, kind: str, num_token
 def test_no_tokens_give_an_empty_result(bank: ExpertBank) -> None:
     empty = Routing(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
     assert HERE.run(torch.empty(0, HIDDEN), empty, bank, 0).shape == (0, HIDDEN)
-
-
-def test_every_routed_token_is_counted_once() -> None:
-    load = ExpertLoad(2, NUM_EXPERTS, torch.device("cpu"))
-    for num_tokens in (0, 1, 17):
-        load.count(1, routing_for("random", num_tokens).ids_TK if num_tokens else
-                   torch.empty(0, 2, dtype=torch.int64))  # fmt: skip
-    assert load.counts_LE.sum(1).tolist() == [0, 36]

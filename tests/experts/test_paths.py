@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import DispatchedExperts, ExpertPath, make_expert_path
-from moe_serve.experts.load import ExpertLoad
 from moe_serve.experts.placement import Placement
 from moe_serve.kernels.combine import weigh_slots
 from moe_serve.models.shard import ModelShard
@@ -57,7 +56,6 @@ class Outcome:
     y_TD: Tensor
     expected_TD: Tensor
     parts_TD: Tensor
-    load_E: Tensor
     num_rows: int
 
 
@@ -133,13 +131,10 @@ def run_case(group: RankGroup, case: Case) -> Outcome:
     path, own_bank = own_path(group, case, bank)
     x_TD, routing = tokens_of(case, case.owners[group.rank])
     one_rank = DispatchedExperts(LocalDispatcher(NUM_EXPERTS))
-    load = ExpertLoad(1, NUM_EXPERTS, CPU)
-    load.count(0, routing.ids_TK)
     return Outcome(
         y_TD=path.run(x_TD, routing, own_bank, max(case.num_tokens)),
         expected_TD=one_rank.run(x_TD, routing, bank, len(x_TD)),
         parts_TD=added_parts(x_TD, routing, bank, case.inner, group.size),
-        load_E=load.counts_LE[0],
         num_rows=own_bank.num_rows,
     )
 
@@ -152,11 +147,10 @@ def pool() -> Iterator[RankPool]:
 
 def run(pool: RankPool, case: Case, size: int = 4) -> list[Outcome]:
     outcomes: list[Outcome] = pool.run(run_case, case, size=size, deadline=10)
-    load = sum(int(outcome.load_E.sum()) for outcome in outcomes)
-    assert load == TOP_K * sum(case.num_tokens[owner] for owner in case.owners[:size])
+    routed = TOP_K * sum(case.num_tokens[owner] for owner in case.owners[:size])
     rows = [outcome.num_rows for outcome in outcomes]
     # Each routed token is computed once, or in part by everyone; padding never.
-    assert sum(rows) == load if case.placement or size == 1 else rows == [load] * size
+    assert sum(rows) == routed if case.placement or size == 1 else rows == [routed] * size
     for outcome in outcomes:
         assert outcome.y_TD.dtype == outcome.expected_TD.dtype
     return outcomes
