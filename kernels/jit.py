@@ -21,6 +21,18 @@ from torch import Tensor
 
 from moe_serve.kernels.targets import INTERPRETER, TARGETS, Target, nearest
 
+__all__ = [
+    "HAS_TRITON",
+    "Launch",
+    "by_device",
+    "launch",
+    "recorded",
+    "target_of",
+    "tl",
+    "triton",
+    "triton_everywhere",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -63,6 +75,11 @@ _recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar(
 )
 
 
+_is_everywhere: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_everywhere", default=False
+)
+
+
 def by_device(on_gpu: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
     """The op that both compute: `twin` where the first argument is on the CPU, else `on_gpu`."""
 
@@ -70,7 +87,8 @@ def by_device(on_gpu: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        return (twin if first.device.type == "cpu" else on_gpu)(*args, **kwargs)
+        is_twin = first.device.type == "cpu" and not _is_everywhere.get()
+        return (twin if is_twin else on_gpu)(*args, **kwargs)
 
     op.__name__ = op.__qualname__ = twin.__name__.removesuffix("_torch")
     return op
@@ -101,6 +119,18 @@ def recorded(target: Target) -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recording.reset(token)
+
+
+@contextlib.contextmanager
+def triton_everywhere() -> Iterator[None]:
+    """Inside, ops launch their kernels on the CPU too, in Triton's interpreter: whole models can be
+    tested so. Triton must have been imported with TRITON_INTERPRET=1.
+    """
+    token = _is_everywhere.set(True)
+    try:
+        yield
+    finally:
+        _is_everywhere.reset(token)
 
 
 def target_of(x: Tensor) -> Target:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from moe_serve.block_manager import BlockManager
 from moe_serve.config import EngineConfig
@@ -55,6 +57,8 @@ def load_engine(
             config.max_model_len or setup.folder.spec.max_position, num_blocks * config.block_size
         )
         warm_up(executor, setup, num_blocks, max_model_len)
+        if not config.enforce_eager:
+            capture_graphs(executor, config.max_num_seqs, max_model_len, show_progress)
     except BaseException:
         executor.close()
         raise
@@ -131,6 +135,24 @@ def warm_up(executor: Executor, setup: RankSetup, num_blocks: int, max_model_len
             )
         scheduler.update(plan, outcome.results)
     executor.forget_warm_up(-(-len(prompt) // setup.config.block_size) + 1)
+
+
+def capture_graphs(
+    executor: Executor, max_num_seqs: int, max_model_len: int, show_progress: bool
+) -> None:
+    """Where the executor has any; with a bar on a terminal, and a line in the log at the end."""
+    started = time.monotonic()
+    console = Console(stderr=True)
+    columns = (TextColumn("Capturing decode steps"), BarColumn(), TaskProgressColumn())
+    is_off = not (show_progress and console.is_terminal)
+    share = 0.0
+    with Progress(*columns, console=console, transient=True, disable=is_off) as bar:
+        task = bar.add_task("", total=1.0, visible=False)
+        for share in executor.capture_graphs(max_num_seqs, max_model_len):
+            bar.update(task, completed=share, visible=True)
+    if share:
+        seconds = time.monotonic() - started
+        logger.info("captured decode steps of up to %d requests in %.1f s", max_num_seqs, seconds)
 
 
 def describe(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
+from moe_serve.decode_graphs import cuda_capture
 from moe_serve.model_runner import ModelRunner, StepResult
 from moe_serve.step import StepPlan
 
@@ -17,6 +19,9 @@ class Executor(Protocol):
 
     def forget_warm_up(self, num_blocks: int) -> None:
         """Wipe the load and the first blocks of each pool."""
+
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> Iterator[float]:
+        """Make decode steps cheaper to launch, where that can be; yields the share that is done."""
 
     def close(self) -> None:
         """End the other ranks and let go of everything shared."""
@@ -38,6 +43,10 @@ class LocalExecutor:
 
     def forget_warm_up(self, num_blocks: int) -> None:
         self.runner.forget_warm_up(num_blocks)
+
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> Iterator[float]:
+        if self.runner.device.type == "cuda":
+            yield from self.runner.capture_graphs(max_num_seqs, max_model_len, cuda_capture())
 
     def close(self) -> None:
         pass

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from moe_serve.batch import build_batch
 from moe_serve.context import LayerKV
+from moe_serve.decode_graphs import Capture, DecodeGraphs
 from moe_serve.errors import LogitsError
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.logprobs import prompt_logprobs
@@ -47,6 +48,27 @@ class ModelRunner:
         self.load = load
         self.device = device
         self.block_size = pool[0].keys_BsNh.shape[1]
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(
+        self, max_num_seqs: int, max_model_len: int, capture: Capture
+    ) -> Iterator[float]:
+        """From now on replay decode steps of up to `max_num_seqs` requests; yields the share done.
+
+        Only where one rank is the whole engine.
+        """
+        graphs = DecodeGraphs(
+            self.model,
+            self.pool,
+            self.load,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            capture=capture,
+        )
+        for done, _ in enumerate(graphs.capture_all(), start=1):
+            yield done / len(graphs.sizes)
+        self.graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -55,9 +77,11 @@ class ModelRunner:
         All ranks of all lanes run the same step together.
         """
         batch = build_batch(plan, self.block_size, self.device)
-        hidden_TD = self.model(
-            batch.token_ids_T, batch.context, self.pool, self.load, plan.num_tokens_of_lanes
-        )
+        hidden_TD = None if self.graphs is None else self.graphs.run(batch)
+        if hidden_TD is None:
+            hidden_TD = self.model(
+                batch.token_ids_T, batch.context, self.pool, self.load, plan.num_tokens_of_lanes
+            )
         starts = batch.context.query_starts
         sampled = self._sample(plan, hidden_TD, starts)
         failures: dict[str, LogitsError] = {}

@@ -29,11 +29,13 @@ class Ranks:
     def layout(self) -> RankLayout:
         return self.shard.layout
 
-    def step(self, num_tokens_of_lanes: Sequence[int]) -> StepTokens:
+    def step(
+        self, num_tokens_of_lanes: Sequence[int], num_valid_1: Tensor | None = None
+    ) -> StepTokens:
         layout = self.layout
         slices = TokenSlices(self.lane, num_tokens_of_lanes[layout.lane])
         most = max(num_tokens_of_lanes) if layout.expert_parallel else slices.num_tokens
-        return StepTokens(slices, capacity=-(-most // layout.tensor_size))
+        return StepTokens(slices, -(-most // layout.tensor_size), num_valid_1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

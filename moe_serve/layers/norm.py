@@ -20,6 +20,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight_D, self.eps)
 
-    def add_and_norm(self, x: Tensor, y: Tensor) -> AddedNorm:
-        """The residual stream x + y, rounded to its dtype, and its norm: on a GPU one pass."""
+    def add_and_norm(self, x: Tensor, y: Tensor | None) -> AddedNorm:
+        """The residual stream x + y, rounded to its dtype, and its norm: on a GPU one pass.
+
+        `y` None: nothing is to be added.
+        """
+        if y is None:
+            return AddedNorm(x, self(x))
         return add_rms_norm(x, y, self.weight_D, self.eps)

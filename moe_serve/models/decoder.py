@@ -26,7 +26,9 @@ from moe_serve.ranks import SINGLE_RANK, Ranks, StepTokens
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each on the normalised stream and added to it.
 
-    The stream lies in token slices, one a rank of the lane.
+    The stream lies in token slices, one a rank of the lane. What a branch gives is added by the
+    norm that comes next, which reads both anyway: a layer takes and gives the stream and what is
+    still to be added to it.
     """
 
     def __init__(
@@ -55,21 +57,23 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_tD: Tensor,
+        y_tD: Tensor | None,
         angles: CosSin | None,
         context: StepContext,
         kv: LayerKV,
         tokens: StepTokens,
         load: ExpertLoad | None,
-    ) -> Tensor:
-        """`angles` None: the lane has no tokens, and only joins what crosses lanes."""
+    ) -> tuple[Tensor, Tensor]:
+        """`y_tD` None: nothing is to be added yet. `angles` None: the lane has no tokens, and only
+        joins what crosses lanes.
+        """
+        x_tD, normed_tD = self.attention_norm.add_and_norm(x_tD, y_tD)
         if angles is not None:
-            y_tD = self.attention_norm(x_tD)
-            x_tD = x_tD + self.attention(y_tD, angles, context, kv, tokens.slices)
-        y_tD = self.mlp_norm(x_tD)
+            z_tD = self.attention(normed_tD, angles, context, kv, tokens.slices)
+            x_tD, normed_tD = self.mlp_norm.add_and_norm(x_tD, z_tD)
         if isinstance(self.mlp, MoE):
-            z_tD: Tensor = self.mlp(y_tD, tokens, load)
-            return x_tD + z_tD
-        return x_tD if angles is None else x_tD + self.mlp(y_tD, tokens.slices)
+            return x_tD, self.mlp(normed_tD, tokens, load)
+        return x_tD, normed_tD if angles is None else self.mlp(normed_tD, tokens.slices)
 
 
 class Decoder(nn.Module):
@@ -134,14 +138,16 @@ class Decoder(nn.Module):
         Writes their K/V into `kv` (one entry a layer) and counts each routed token in `load`, at
         one rank. All ranks of all lanes call it together, with or without tokens.
         """
-        tokens = self.ranks.step(num_tokens_of_lanes or [context.num_tokens])
+        lanes = num_tokens_of_lanes or [context.num_tokens]
+        tokens = self.ranks.step(lanes, context.num_valid_1)
         tables = self._tables if context.num_tokens else {}
         length = max(context.context_lens, default=0)
         angles = {rope: table.lookup(context.positions_T, length) for rope, table in tables.items()}
-        x_tD = self.embedding(token_ids_T, tokens.slices)
+        x_tD, y_tD = self.embedding(token_ids_T, tokens.slices), None
         for layer, spec, layer_kv in zip(self.layers, self.spec.layers, kv, strict=True):
-            x_tD = layer(x_tD, angles.get(spec.attention.rope), context, layer_kv, tokens, load)
-        return tokens.slices.gather(self.norm(x_tD))
+            turn = angles.get(spec.attention.rope)
+            x_tD, y_tD = layer(x_tD, y_tD, turn, context, layer_kv, tokens, load)
+        return tokens.slices.gather(self.norm.add_and_norm(x_tD, y_tD).normed)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor | None:
