@@ -1,0 +1,149 @@
+"""One ruler: what a call takes, what the GPU can do at most, and how far results are apart."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+
+# What events are put around lasts about so long, in microseconds: next to it, their own cost and a
+# graph's launch are nothing.
+_SPAN_US = 300.0
+_MOST_SAMPLES, _FEWEST_SAMPLES = 40, 7
+_MOST_CALLS_OF_A_GRAPH = 512
+# Sizes that the two ceilings are measured at.
+_COPY_BYTES = 4 << 30
+_MATMUL_SIZE = 8192
+
+
+class Spread(NamedTuple):
+    """Microseconds of one call: median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+class Ceilings(NamedTuple):
+    """Bytes a second that a device-to-device copy reads and writes; bf16 operations a second."""
+
+    copy: float
+    matmul: float
+
+    @classmethod
+    def measure(cls, device: torch.device) -> Ceilings:
+        return cls(_copy_rate(device), _matmul_rate(device))
+
+
+def _copy_rate(device: torch.device) -> float:
+    size = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2e6 * size / time_calls([lambda: target.copy_(source)]).median
+
+
+def _matmul_rate(device: torch.device) -> float:
+    # Zeros would be multiplied faster.
+    n = _MATMUL_SIZE
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2e6 * n**3 / time_calls([lambda: a @ b]).median
+
+
+def time_calls(
+    calls: Sequence[Call], *, is_captured: bool = True, budget_us: float = 40_000.0
+) -> Spread:
+    """What one call takes, in turns over `calls`: the same call on inputs of its own each.
+
+    Captured calls follow each other without a gap, as in a captured decode step. Calls that wait
+    for the GPU cannot be captured: of these, gaps are a part.
+    """
+    for call in calls:
+        call()
+    repeat = _capture if is_captured else _plainly
+    once = _elapsed_us([repeat(calls, 1)] * 2)[-1]
+    rounds = max(1, min(round(_SPAN_US / once), _MOST_CALLS_OF_A_GRAPH // len(calls)))
+    run = repeat(calls, rounds)
+    span = _elapsed_us([run] * 2)[-1]
+    num_samples = int(max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, budget_us / span)))
+    num_calls = rounds * len(calls)
+    return Spread.of([time / num_calls for time in _elapsed_us([run] * num_samples)])
+
+
+def copies_to_miss_cache(num_bytes: int, device: torch.device, most: int = 64) -> int:
+    """Sets of inputs to take turns with, so that none of them is still in the L2 cache."""
+    size = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(most, -(-3 * size // max(1, num_bytes))))
+
+
+def is_cold(num_bytes: int, num_copies: int, device: torch.device) -> bool:
+    """Whether so many sets do not fit into the L2 cache together."""
+    return num_bytes * num_copies > 2 * torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, both as vectors; infinite where `found` has a NaN."""
+    found, expected = found.double(), expected.double()
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    norm = float(expected.norm())
+    distance = float((found - expected).norm())
+    return distance if norm == 0 else distance / norm
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new memory is full of NaN (of the largest number, for integers): what a kernel leaves
+    unwritten shows.
+    """
+    # Some operations only warn that they have no deterministic form: they are not what is meant.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        before = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = before
+            torch.use_deterministic_algorithms(False)
+
+
+def _plainly(calls: Sequence[Call], rounds: int) -> Call:
+    def run() -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    return run
+
+
+def _capture(calls: Sequence[Call], rounds: int) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _plainly(calls, rounds)()
+    return graph.replay
+
+
+def _elapsed_us(runs: Sequence[Call]) -> list[float]:
+    """Microseconds of each, one launched after the other without waiting in between."""
+    marks: list[tuple[Any, Any]] = []
+    for run in runs:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in marks]
