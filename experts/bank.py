@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_serve.kernels.grouped_gemm import grouped_gemm
-from moe_serve.kernels.silu_mul import gated_activation
+from moe_serve.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 
 # Shapes: R rows sorted by expert, E experts of this rank, D model, F expert inner, G = 2F (gate
 # rows first). A rank may hold a part of F only, and another part of it in the down projection.
@@ -41,17 +40,17 @@ class ExpertBank(nn.Module):
         self.gate_up_EGD = empty(num_experts, 2 * inner_size, hidden_size)
         self.down_EDF = empty(num_experts, hidden_size, self.down_inner_size)
 
-    def activate(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
+    def activate(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Each row through its expert's gate and up -> [R, inner_size]."""
-        return gated_activation(grouped_gemm(rows_RD, self.gate_up_EGD, counts), self.activation)
+        return grouped_gemm_activation(rows_RD, self.gate_up_EGD, counts_E, self.activation)
 
-    def project(self, acts_RF: Tensor, counts: list[int]) -> Tensor:
+    def project(self, acts_RF: Tensor, counts_E: Tensor, scatter_R: Tensor | None = None) -> Tensor:
         """[R, down_inner_size] through each row's down projection -> [R, D]."""
-        return grouped_gemm(acts_RF, self.down_EDF, counts)
+        return grouped_gemm(acts_RF, self.down_EDF, counts_E, scatter_R=scatter_R)
 
-    def forward(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
-        """Each row through its expert -> [R, D]. `counts`: rows per expert, in order.
+    def forward(self, rows_RD: Tensor, counts_E: Tensor, scatter_R: Tensor | None = None) -> Tensor:
+        """Each row through its expert -> [R, D]; `counts_E` and `scatter_R` as in `grouped_gemm`.
 
         Where the rank holds a part of the inner size, so is the result a part of the sum.
         """
-        return self.project(self.activate(rows_RD, counts), counts)
+        return self.project(self.activate(rows_RD, counts_E), counts_E, scatter_R)

@@ -39,7 +39,7 @@ class DispatchedExperts:
 
     def run(self, x_TD: Tensor, routing: Routing, bank: ExpertBank, capacity: int) -> Tensor:
         dispatched = self.dispatcher.dispatch(x_TD, routing, capacity)
-        return self.dispatcher.combine(bank(dispatched.rows_RD, dispatched.counts), dispatched)
+        return self.dispatcher.combine(bank(dispatched.rows_RD, dispatched.counts_E), dispatched)
 
 
 def make_expert_path(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.kernels.combine import weigh_rows, weigh_slots
-from moe_serve.kernels.permute import permute
+from moe_serve.kernels.permute import Permutation, permute
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.shard import split
 from moe_serve.routing.packing import pack, unpack
@@ -22,18 +22,11 @@ from moe_serve.routing.router import Routing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LaneRows:
-    """The rows of all tokens of the lane, sorted by expert; `order_R` as in `Permutation`."""
+    """A row for each (token, slot) of the lane, sorted by expert; those of padding come last."""
 
     rows_RD: Tensor
-    counts: list[int]
-    order_R: Tensor
-    num_slots: int
+    permutation: Permutation
     weights_NK: Tensor
-
-    def unsort(self, values_RX: Tensor) -> Tensor:
-        """A value for each row -> for each (token, slot) of the lane, zeros for padding."""
-        slots = values_RX.new_zeros((self.num_slots, values_RX.shape[1]))
-        return slots.index_copy_(0, self.order_R, values_RX)
 
 
 class TensorParallelExperts:
@@ -71,26 +64,24 @@ class TensorParallelExperts:
         shapes = ((part.shape[1], part.dtype) for part in parts)
         x_ND, weights_NK, ids_NK = unpack(gathered, *shapes)
         permutation = permute(ids_NK, num_experts)
-        # sync: the expert loop needs its row counts on the host.
-        counts = permutation.counts_E.tolist()
-        order_R = permutation.order_R[: sum(counts)]
-        rows_RD = x_ND.index_select(0, order_R // top_k)
-        return _LaneRows(rows_RD, counts, order_R, ids_NK.numel(), weights_NK)
+        rows_RD = x_ND.index_select(0, permutation.order_R // top_k)
+        return _LaneRows(rows_RD, permutation, weights_NK)
 
     def _add_parts(self, rows: _LaneRows, bank: ExpertBank) -> Tensor:
         """[C, D] in fp32: this rank's tokens, with padding."""
-        parts = rows.unsort(bank(rows.rows_RD, rows.counts))
+        order_R, counts_E = rows.permutation.order_R, rows.permutation.counts_E
+        # Padding weighs nothing, whatever stands in its slots.
+        parts = bank(rows.rows_RD, counts_E, scatter_R=order_R)
         parts_NKD = parts.view(*rows.weights_NK.shape, parts.shape[1])
         return self.lane.reduce_scatter(weigh_slots(parts_NKD, rows.weights_NK))
 
     def _project_at_home(self, rows: _LaneRows, routing: Routing, bank: ExpertBank) -> Tensor:
-        acts = rows.unsort(bank.activate(rows.rows_RD, rows.counts))
-        num_own, home_slots = routing.ids_TK.numel(), rows.num_slots // self.lane.size
+        acts = bank.activate(rows.rows_RD, rows.permutation.counts_E)
+        acts = acts.index_select(0, rows.permutation.inverse_R)
+        num_own, home_slots = routing.ids_TK.numel(), len(acts) // self.lane.size
         acts = self._exchange_columns(acts, home_slots, bank.down_inner_size)[:num_own]
         permutation = permute(routing.ids_TK, bank.num_experts)
-        # sync: the expert loop needs its row counts on the host.
-        counts = permutation.counts_E.tolist()
-        out_RD = bank.project(acts.index_select(0, permutation.order_R), counts)
+        out_RD = bank.project(acts.index_select(0, permutation.order_R), permutation.counts_E)
         return weigh_rows(out_RD, permutation.inverse_R, routing.weights_TK)
 
     def _exchange_columns(self, acts: Tensor, home_slots: int, inner_size: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Dense projection whose rows do not depend on how many rows share the call.
 
-A BLAS picks its kernel, and with it the order of the sum over K, by the number of rows: the same
-row then gets other bits alone than in a batch (seen on CPU in fp32 for 1, 2, 3 and 7 rows on one
-machine, for nearly every count on another). So a weight only meets the row counts of TILES, padded
-with zeros, and of these only those that give a row the bits that a call of BASE rows gives it on
-this machine. That is found by trying, once per shape; a kernel's choices depend on shapes alone, so
-it covers every batch.
+On a GPU it is the kernel of `gemm.py`. On the CPU, a BLAS picks its own, and with it the order of
+the sum over K, by the number of rows: the same row then gets other bits alone than in a batch (seen
+in fp32 for 1, 2, 3 and 7 rows on one machine, for nearly every count on another). So a weight only
+meets the row counts of TILES, padded with zeros, and of these only those that give a row the bits
+that a call of BASE rows gives it on this machine. That is found by trying, once per shape; a
+BLAS's choices depend on shapes alone, so it covers every batch.
 
 Weights of few columns get zero columns: for those a BLAS may choose by the address of each row too
 (seen in fp32 for up to 11 columns: the same row, another last bit on another place).
@@ -16,6 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moe_serve.kernels.gemm import multiply
+from moe_serve.kernels.jit import by_device
 
 # Shapes: T rows (tokens), D input features (K of the GEMM), N output features.
 
@@ -34,7 +37,7 @@ _Key = tuple[int, int, int, bool, torch.dtype, torch.device, int]
 _agreements: dict[_Key, bool] = {}
 
 
-def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def linear_torch(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias -> [T, N] in x's dtype. T = 0 gives an empty result.
 
     A row's bits depend on that row and the weight alone, never on T or its place.
@@ -46,7 +49,7 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
     if missing > 0:
         weight_ND = F.pad(weight_ND, (0, 0, 0, missing))
         bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
-        return linear(x_TD, weight_ND, bias_N)[:, :num_columns].contiguous()
+        return linear_torch(x_TD, weight_ND, bias_N)[:, :num_columns].contiguous()
     tile = _tile_for(num_rows, weight_ND, bias_N)
     if tile >= num_rows:
         return _padded(x_TD, weight_ND, bias_N, tile)
@@ -58,6 +61,14 @@ def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
         out_TN[start : start + tile] = _padded(rows, weight_ND, bias_N, tile)
         start += tile
     return out_TN
+
+
+def linear_triton(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    bias_1N = None if bias_N is None else bias_N[None]
+    return multiply(x_TD, weight_ND[None], bias_EW=bias_1N)
+
+
+linear = by_device(linear_triton, linear_torch)
 
 
 def columns_agree(

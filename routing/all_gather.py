@@ -55,12 +55,11 @@ class AllGatherDispatcher:
         x_ND, ids_NK = unpack(packed, (width, x_TD.dtype), (top_k, torch.int16))
 
         permutation = permute(self._index_of_E[ids_NK.long()], self.num_local)
-        # sync: the expert loop needs its row counts on the host.
-        counts = permutation.counts_E.tolist()
-        order_R = permutation.order_R[: sum(counts)]
+        # sync: most rows have their expert elsewhere, and are cut off.
+        order_R = permutation.order_R[: int(permutation.counts_E.sum())]
         return AllGathered(
             rows_RD=x_ND.index_select(0, order_R // top_k),
-            counts=counts,
+            counts_E=permutation.counts_E,
             order_R=order_R,
             num_slots=permutation.order_R.numel(),
             weights_TK=routing.weights_TK,

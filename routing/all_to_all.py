@@ -70,7 +70,7 @@ class AllToAllDispatcher:
         ids_TK = routing.ids_TK
         ranks_TK = self.experts.rank_of_E[ids_TK]
         needed_ST = self._needed(ranks_TK)
-        sent, received = self._exchange_counts(ids_TK, needed_ST)
+        sent, received, counts_Se = self._exchange_counts(ids_TK, needed_ST)
 
         to_N, token_N = torch.nonzero_static(needed_ST, size=sum(sent.tokens_S)).unbind(1)
         index_NK = self.experts.index_of_E[ids_TK[token_N]]
@@ -85,7 +85,7 @@ class AllToAllDispatcher:
         order_R = permute(index_NK, num_local).order_R[: sum(received.rows_S)]
         return AllToAllDispatched(
             rows_RD=x_ND.index_select(0, order_R // top_k),
-            counts=[sum(rows) for rows in zip(*received.rows_Se, strict=True)][:num_local],
+            counts_E=counts_Se.sum(0)[:num_local],
             return_order_R=order_R.argsort(),
             computed_S=received.rows_S,
             awaited_S=sent.rows_S,
@@ -107,13 +107,13 @@ class AllToAllDispatcher:
         needed_ST = torch.zeros(shape, dtype=torch.bool, device=ranks_TK.device)
         return needed_ST.scatter_(0, ranks_TK.T, True)
 
-    def _exchange_counts(self, ids_TK: Tensor, needed_ST: Tensor) -> tuple[_Table, _Table]:
-        """What this rank sends to each, and what it gets from each."""
+    def _exchange_counts(self, ids_TK: Tensor, needed_ST: Tensor) -> tuple[_Table, _Table, Tensor]:
+        """What this rank sends to each, what it gets from each, and the latter's rows, [S, e]."""
         cells = self._cell_of_E[ids_TK].flatten()
         sent = count_ids(cells, self.group.size * self._width).view(self.group.size, self._width)
         sent[:, 0] = needed_ST.sum(1)
         received = self.group.all_to_all(sent)
-        # sync: the exchange and the expert loop need their row counts on the host.
+        # sync: the exchange needs its row counts on the host.
         sides = torch.stack((sent, received)).tolist()
         ours, theirs = [_Table([r[0] for r in side], [r[1:] for r in side]) for side in sides]
-        return ours, theirs
+        return ours, theirs, received[:, 1:]

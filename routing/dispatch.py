@@ -9,18 +9,20 @@ from torch import Tensor
 
 from moe_serve.routing.router import Routing
 
-# Shapes: T tokens of this rank, D model, K top-k, R rows computed here, sorted by local expert.
+# Shapes: T tokens of this rank, D model, K top-k, E experts of this rank, R rows computed here,
+# sorted by expert.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """`counts[i]` rows for expert i of this rank's bank, in order; host integers that sum to R.
+    """`counts_E[i]` rows for expert i of this rank's bank, in order, on the device.
 
-    A dispatcher adds what its `combine` needs.
+    Rows past their sum belong to nobody: they fill up a shape that the host knows. A
+    dispatcher adds what its `combine` needs.
     """
 
     rows_RD: Tensor
-    counts: list[int]
+    counts_E: Tensor
 
 
 D = TypeVar("D", bound=Dispatched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import permute
@@ -25,7 +26,8 @@ class LocalDispatcher:
 
     def __init__(self, num_experts: int, index_of_E: Tensor | None = None) -> None:
         self.num_experts = num_experts
-        self.index_of_E = index_of_E
+        # Padding has the id -1, which finds the last entry.
+        self.index_of_E = None if index_of_E is None else F.pad(index_of_E, (0, 1), value=-1)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> LocallyDispatched:
         ids_TK = routing.ids_TK
@@ -33,8 +35,7 @@ class LocalDispatcher:
         permutation = permute(index_TK, self.num_experts)
         return LocallyDispatched(
             rows_RD=x_TD.index_select(0, permutation.order_R // ids_TK.shape[1]),
-            # sync: the expert loop needs its row counts on the host.
-            counts=permutation.counts_E.tolist(),
+            counts_E=permutation.counts_E,
             inverse_R=permutation.inverse_R,
             weights_TK=routing.weights_TK,
         )

@@ -62,9 +62,9 @@ class Outcome:
 class CountingBank(ExpertBank):
     num_rows = 0
 
-    def activate(self, rows_RD: Tensor, counts: list[int]) -> Tensor:
-        self.num_rows += len(rows_RD)
-        return super().activate(rows_RD, counts)
+    def activate(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        self.num_rows += int(counts_E.sum())
+        return super().activate(rows_RD, counts_E)
 
 
 def whole_bank(case: Case) -> ExpertBank:
@@ -119,7 +119,7 @@ def added_parts(x_TD: Tensor, routing: Routing, bank: ExpertBank, inner: int, si
     for rank in range(size):
         span = split(inner, rank, size)
         part = part_of(bank, tuple(range(NUM_EXPERTS)), span, span)
-        rows_RD = part(dispatched.rows_RD, dispatched.counts)
+        rows_RD = part(dispatched.rows_RD, dispatched.counts_E)
         slots_TKD = rows_RD[dispatched.inverse_R].view(len(x_TD), TOP_K, HIDDEN)
         total_TD += weigh_slots(slots_TKD, routing.weights_TK)
     return total_TD.to(x_TD.dtype)

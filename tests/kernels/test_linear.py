@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_serve.kernels.grouped_gemm import grouped_gemm
-from moe_serve.kernels.linear import TILES, columns_agree, linear
+from moe_serve.kernels.linear import TILES, columns_agree, linear, linear_torch, linear_triton
 from moe_serve.kernels.permute import permute
 
 SHAPES = [(64, 33), (256, 512), (100, 1000)]
@@ -76,13 +75,44 @@ def test_permute_gives_the_example_of_its_docstring() -> None:
     assert counts.tolist() == [2, 1, 1]
 
 
-@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 300, 0], [1, 17, 129], [5, 0, 0]])
-def test_grouped_gemm_gives_each_row_its_own_expert(counts: list[int]) -> None:
-    torch.manual_seed(0)
-    weight, x = torch.randn(3, 40, 24), torch.randn(sum(counts), 24)
-    out = grouped_gemm(x, weight, counts)
-    expected = [part @ weight[e].T for e, part in enumerate(x.split(counts))]
-    torch.testing.assert_close(out, torch.cat(expected), atol=1e-4, rtol=1e-5)
-    for row, expert in enumerate(torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor(counts))):
-        one = [int(expert == e) for e in range(3)]
-        assert torch.equal(grouped_gemm(x[row : row + 1], weight, one)[0], out[row])
+@pytest.mark.parametrize("features", [96, 70])
+def test_the_kernel_matches_its_twin(device: torch.device, features: int) -> None:
+    """70 features: rows that no descriptor takes."""
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
+        for count in (0, 1, 70):
+            torch.manual_seed(count)
+            x = torch.randn(count, features, device=device).to(dtype)
+            weight = torch.randn(50, features, device=device).to(dtype)
+            bias = torch.randn(50, device=device).to(dtype)
+            for part in (None, bias):
+                told = linear_triton(x, weight, part)
+                expected = linear_torch(x.cpu(), weight.cpu(), None if part is None else bias.cpu())
+                assert told.shape == (count, 50)
+                torch.testing.assert_close(told.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_router_logits_are_not_rounded(device: torch.device) -> None:
+    """Two experts that differ by less than one step of bf16, for few rows and many."""
+    weight = torch.full((4, 96), -1.0, device=device)
+    weight[:2] = 0.0
+    weight[:2, 0] = 1.0
+    weight[1, 1] = 2.0**-9
+    for count in (1, 8, 9, 33):
+        x = torch.zeros(count, 96, device=device)
+        x[:, :2] = 1.0
+        logits = linear_triton(x, weight)
+        assert logits.dtype == torch.float32
+        assert logits[:, :2].tolist() == [[1.0, 1.001953125]] * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_gives_a_row_its_bits_in_any_batch(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    for features in (128, 66):
+        torch.manual_seed(0)
+        x, weight = (part.to(device, dtype) for part in cancelling(1030, features, 20))
+        whole = linear_triton(x, weight)
+        for count in (1, 7, 17, 33, 64, 129, 300):
+            assert torch.equal(linear_triton(x[:count], weight), whole[:count]), count
+            assert torch.equal(linear_triton(x[-count:].clone(), weight), whole[-count:]), count

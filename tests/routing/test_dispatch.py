@@ -81,12 +81,12 @@ def tokens_of(case: Case, rank: int) -> tuple[Tensor, Routing]:
     return x_TD, Routing(scores.topk(case.top_k).indices, weights_TK)
 
 
-def compute(rows_RD: Tensor, counts: list[int], experts: list[int], num_experts: int) -> Tensor:
+def compute(rows_RD: Tensor, counts_E: Tensor, experts: list[int], num_experts: int) -> Tensor:
     """Stands for the experts: each has its own factor and shift for each column."""
-    assert rows_RD.shape[0] == sum(counts) and len(counts) == len(experts)
+    assert rows_RD.shape[0] == counts_E.sum() and len(counts_E) == len(experts)
     rng = torch.Generator().manual_seed(7)
     factors, shifts = torch.randn(2, num_experts, rows_RD.shape[1], generator=rng)
-    rows_of = torch.tensor(experts, dtype=torch.int64).repeat_interleave(torch.tensor(counts).int())
+    rows_of = torch.tensor(experts, dtype=torch.int64).repeat_interleave(counts_E)
     return (rows_RD.float() * factors[rows_of] + shifts[rows_of]).to(rows_RD.dtype)
 
 
@@ -95,8 +95,8 @@ def through(
 ) -> tuple[Tensor, list[int]]:
     x_TD, routing = tokens_of(case, rank)
     dispatched = dispatcher.dispatch(x_TD, routing, capacity)
-    results = compute(dispatched.rows_RD, dispatched.counts, experts, case.num_experts)
-    return dispatcher.combine(results, dispatched), dispatched.counts
+    results = compute(dispatched.rows_RD, dispatched.counts_E, experts, case.num_experts)
+    return dispatcher.combine(results, dispatched), dispatched.counts_E.tolist()
 
 
 @functools.lru_cache(maxsize=1)
