@@ -20,6 +20,7 @@ MAX_COLLECTIVE_TIMEOUT = 86400
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KVCacheDTypeName = Literal["auto", "fp8"]
 All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
 ExpertPlacementStrategy = Literal["linear", "round_robin"]
 
@@ -64,6 +65,9 @@ class EngineConfig:
     )
     enforce_eager: bool = option(
         False, "launch kernels one by one, without CUDA graphs (CUDA only)"
+    )
+    kv_cache_dtype: KVCacheDTypeName = option(
+        "auto", "auto takes the model's; fp8 (e4m3) holds twice the tokens of bfloat16"
     )
     kv_cache_memory: str | None = option(None, "size of the KV pool, as 512MiB; CPU default 256MiB")
     num_kv_blocks: int | None = option(

@@ -85,9 +85,13 @@ class RankSetup:
         )
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.config.kv_cache_dtype == "fp8" else self.dtype
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one KV block on this rank."""
-        return block_bytes(self.folder.spec, self.shard, self.config.block_size, self.dtype)
+        return block_bytes(self.folder.spec, self.shard, self.config.block_size, self.kv_dtype)
 
     def num_fitting_blocks(self, model: Decoder) -> int:
         """KV blocks that fit beside the weights and the largest step. All ranks call it together.
@@ -120,7 +124,7 @@ class RankSetup:
             self.shard,
             num_blocks,
             self.config.block_size,
-            self.dtype,
+            self.kv_dtype,
             self.device,
             num_ranks_here=self.num_ranks_here,
         )

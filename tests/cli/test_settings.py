@@ -17,10 +17,11 @@ from moe_serve.settings import parse
 ENGINE_FLAGS = """
     --config --revision --dtype --device --max-model-len --max-num-seqs
     --max-num-batched-tokens --chunked-prefill-size --block-size --gpu-memory-utilization
-    --[no-]enforce-eager --kv-cache-memory --num-kv-blocks --num-gpu-blocks-override
-    --[no-]enable-prefix-caching --max-logprobs --num-threads --tensor-parallel-size --tp
-    --data-parallel-size --dp --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
-    --[no-]deterministic --collective-timeout --help
+    --[no-]enforce-eager --kv-cache-dtype --kv-cache-memory --num-kv-blocks
+    --num-gpu-blocks-override --[no-]enable-prefix-caching --max-logprobs --num-threads
+    --tensor-parallel-size --tp --data-parallel-size --dp --[no-]enable-expert-parallel
+    --all2all-backend --expert-placement-strategy --[no-]deterministic --collective-timeout
+    --help
 """.split()
 SERVE_FLAGS = """
     --host --port --served-model-name --api-key --chat-template --shutdown-timeout
