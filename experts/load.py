@@ -18,5 +18,6 @@ class ExpertLoad:
         self.counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
 
     def to_list(self) -> list[list[int]]:
+        # sync: asked for by a person, not by a step.
         counts: list[list[int]] = self.counts_LE.tolist()
         return counts

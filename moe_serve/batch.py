@@ -10,6 +10,7 @@ import torch
 
 from moe_serve.context import StepContext
 from moe_serve.step import Chunk, StepPlan
+from moe_serve.upload import to_device
 
 # Shapes: T tokens, S sequences, B blocks.
 
@@ -39,15 +40,15 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         chunk.request.tokens_between(chunk.start, chunk.stop) for chunk in chunks
     )
     context = StepContext(
-        positions_T=torch.from_numpy(positions_T).to(device),
-        slots_T=torch.from_numpy(slots_T).to(device),
-        query_starts=query_starts.tolist(),
+        positions_T=to_device(positions_T, torch.int64, device),
+        slots_T=to_device(slots_T, torch.int64, device),
+        query_starts=list(map(int, query_starts)),
         context_lens=[chunk.stop for chunk in chunks],
-        block_tables_SB=torch.from_numpy(tables_SB).to(device),
+        block_tables_SB=to_device(tables_SB, torch.int64, device),
         num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
         block_size=block_size,
     )
-    token_ids_T = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    token_ids_T = to_device(list(ids), torch.int64, device)
     return Batch(token_ids_T=token_ids_T, context=context)
 
 
