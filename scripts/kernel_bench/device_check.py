@@ -77,6 +77,7 @@ def phases(out: Path, *, is_quick: bool) -> list[list[Part]]:
         [
             Part(name="tests", arguments=pytest_arguments(jobs), limit=150),
             Part(name="model", arguments=["scripts/kernel_bench/model_check.py"], limit=150),
+            bench_part(out, "exact", "exact", 150, []),
             Part(
                 name="compile",
                 arguments=[BENCH, "--ops", TIMED, "--compile", str(jobs), *quick],
@@ -84,7 +85,7 @@ def phases(out: Path, *, is_quick: bool) -> list[list[Part]]:
                 must_pass=False,
             ),
         ],
-        [bench_part(out, "kernels", f"{TIMED},exact", 190, quick)],
+        [bench_part(out, "kernels", TIMED, 190, quick)],
         [bench_part(out, "end_to_end", "end_to_end", 110, quick)],
     ]
 
@@ -107,7 +108,7 @@ def pytest_arguments(jobs: int) -> list[str]:
 
 def check(parts: list[list[Part]], out: Path) -> int:
     runs = [run for phase in parts for run in run_phase(phase, out)]
-    found: dict[str, Any] = {run.part.name: read(out / f"{run.part.name}.json") for run in runs}
+    found: dict[str, Any] = {run.part.name: take(out / f"{run.part.name}.json") for run in runs}
     found["parts"] = {
         run.part.name: {"status": run.status, "seconds": round(run.seconds, 1)} for run in runs
     }
@@ -165,8 +166,14 @@ def wait(run: Run) -> None:
     run.seconds = time.monotonic() - run.began
 
 
-def read(file: Path) -> Any:
-    return json.loads(file.read_text()) if file.exists() else None
+def take(file: Path) -> Any:
+    """What a part wrote; it is kept with all the rest, in one file."""
+    file.with_suffix(".part").unlink(missing_ok=True)
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text())
+    file.unlink()
+    return found
 
 
 def worth_telling(run: Run) -> list[str]:
@@ -176,7 +183,7 @@ def worth_telling(run: Run) -> list[str]:
         lines = [line for line in lines if re.match(r"(FAILED|ERROR|E  )", line)] + lines[-1:]
     elif run.part.name == "model":
         lines = [line for line in lines if not line.startswith("yes")]
-    elif run.part.name == "kernels":
+    elif run.part.name in ("kernels", "exact"):
         lines = [line for line in lines if re.search(r"wrong|failed|NO \||lost", line)]
     return [line[:300] for line in lines[-_MOST_LINES:]]
 

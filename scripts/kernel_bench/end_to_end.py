@@ -257,6 +257,7 @@ def _profile(run: Callable[[], object]) -> dict[str, Any]:
     times = [
         (event.key, event.count, float(event.self_device_time_total))
         for event in profile.key_averages()
+        if event.self_device_time_total > 0
     ]
     times.sort(key=lambda one: -one[2])
     return {

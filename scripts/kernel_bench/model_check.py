@@ -32,8 +32,9 @@ PREEMPTED = "preempted"
 WAYS: dict[str, dict[str, Any]] = {
     "in a batch": {},
     "in chunks of 7": {"max_num_batched_tokens": 7},
-    PREEMPTED: {"num_kv_blocks": 8},
+    PREEMPTED: {"num_kv_blocks": 7},
 }
+_SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 3}
 Answer = list[tuple[int, float]]
 
 
@@ -122,9 +123,8 @@ def answers(llm: LLM, numbers: Any) -> list[Answer]:
 
 def params(number: int) -> SamplingParams:
     """Greedy and sampled by turns."""
-    if number % 2 == 0:
-        return SamplingParams(max_tokens=12, logprobs=1, temperature=0)
-    return SamplingParams(max_tokens=12, logprobs=1, temperature=0.8, top_p=0.9, top_k=40, seed=3)
+    how: dict[str, Any] = {"temperature": 0.0} if number % 2 == 0 else _SAMPLED
+    return SamplingParams(max_tokens=24, logprobs=1, ignore_eos=True, **how)
 
 
 def agree(found: list[Answer], expected: list[Answer]) -> bool:
