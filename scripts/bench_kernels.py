@@ -19,6 +19,7 @@ import platform
 import shlex
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,13 @@ def run_steps(
     if args.smoke:
         model, loads = TINY, end_to_end.TINY_LOADS
     print()
-    for found in end_to_end.measure(model, loads, device, ceilings):
-        print(end_to_end.markdown(found), flush=True)
-        report.put("end_to_end", found)
+    try:
+        for found in end_to_end.measure(model, loads, device, ceilings):
+            print(end_to_end.markdown(found), flush=True)
+            report.put("end_to_end", found)
+    except Exception as error:
+        traceback.print_exc()
+        report.put("end_to_end", {"what": "failure", "status": run.describe(error)})
 
 
 def conclude(report: Report) -> int:
@@ -183,9 +188,11 @@ def conclude(report: Report) -> int:
         f"\n{len(rows)} cases, {len(wrong)} of them wrong or failed; "
         f"{len(exact)} checks of bits, {len(differing)} of them failed"
     )
-    report.found["is_right"] = not wrong and not differing
+    steps = report.found.get("end_to_end", [])
+    is_right = not wrong and not differing and all(one["what"] != "failure" for one in steps)
+    report.found["is_right"] = is_right
     report.write()
-    return 1 if wrong or differing else 0
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

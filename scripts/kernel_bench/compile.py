@@ -29,9 +29,8 @@ def _compile_share(list_cases: Callable[[], list[Case]], jobs: int, number: int)
 
 
 def _compile(case: Case) -> int:
-    target = target_of(torch.empty(0, device="cuda"))
     try:
-        with recorded(target) as launches:
+        with recorded(target_of(torch.empty(0, device="cuda"))) as launches:
             case.make(META, 0).run()
         for kernel, grid, args, options in launches:
             kernel.warmup(*args, grid=grid, **options)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_bench.ruler import Ceilings, Spread
+from kernel_bench.run import describe
 from kernel_bench.shapes import Model
 from moe_serve.executor import LocalExecutor
 from moe_serve.experts.load import ExpertLoad
@@ -170,10 +171,9 @@ def measure(
     """
     began = time.monotonic()
     torch.manual_seed(0)
-    with torch.inference_mode():
-        rig = Rig(model, loads, device)
-        if ceilings is not None:
-            torch.cuda.synchronize()
+    rig = Rig(model, loads, device)
+    if ceilings is not None:
+        torch.cuda.synchronize()
     yield {
         "what": "set-up",
         "model": model.name,
@@ -213,7 +213,11 @@ def _record(rig: Rig, load: Load, ceilings: Ceilings | None, mode: str) -> dict[
             "bound_us": bound,
             "over_bound": spread.median / bound,
         }
-    return found | _profile(lambda: rig.runner.run(plan))
+    try:
+        found |= _profile(lambda: rig.runner.run(plan))
+    except Exception as error:  # times are worth having without it
+        found["profile"] = describe(error)
+    return found
 
 
 def _check(result: StepResult | None, load: Load) -> None:
@@ -292,8 +296,8 @@ def markdown(found: dict[str, Any]) -> str:
     us = found["us"]
     cells += [
         f"{us.median:.0f} [{us.low:.0f}, {us.high:.0f}]",
-        f"{found['gpu_us']:.0f}",
-        str(found["num_kernels"]),
+        f"{found['gpu_us']:.0f}" if "gpu_us" in found else "",
+        str(found.get("num_kernels", "")),
         f"{found['bound_us']:.0f}" if "bound_us" in found else "",
         f"{found['over_bound']:.2f}" if "over_bound" in found else "",
         f"{found['tokens_per_second']:.0f}",
