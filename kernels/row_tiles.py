@@ -66,7 +66,7 @@ def permute_tiles(num_items: int, num_experts: int) -> PermuteTiles:
 
 def scan_tiles(size: int) -> RowTiles:
     """For programs that pass over a long row block by block."""
-    return RowTiles(1, min(4096, max(64, power_of_two(size))), 8)
+    return RowTiles(1, min(2048, power_of_two(size)), 8 if size < 8192 else 16)
 
 
 def all_row_tiles() -> Iterator[RowTiles]:

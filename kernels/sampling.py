@@ -9,16 +9,28 @@ likelihoods become integers first, whose sums are exact in any order:
     u = 0.5 -> target 1.068 * 2^60 -> token 1, the first whose sum exceeds the target
 
 Everything else is elementwise, a maximum, or a sort without ties: equal on every row position.
+The exponential of a GPU may differ from a CPU's in its last bit.
 
-S rows, V vocabulary, C candidates in order of rank, 1 one value per row.
+S rows, V vocabulary, 1 one value per row.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Wide enough for nearly every top-p set of a trained model; a row that needs more is sorted whole.
-NUM_CANDIDATES = 1024
+from moe_serve.kernels.jit import by_device, launch, tl, triton
+from moe_serve.kernels.keep_top import keep_top, rank_keys
+from moe_serve.kernels.row_tiles import elementwise_tiles, scan_tiles
+
+__all__ = [
+    "fixed_point_weights",
+    "keep_min_p",
+    "keep_top",
+    "log_normalizer",
+    "pick",
+    "rank_keys",
+    "weight_bits",
+]
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -26,7 +38,7 @@ def weight_bits(vocab_size: int) -> int:
     return 62 - (vocab_size - 1).bit_length()
 
 
-def fixed_point_weights(
+def fixed_point_weights_torch(
     logits_SV: torch.Tensor, max_S1: torch.Tensor, temperature_S1: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Likelihoods as int64 [S, V], relative to the likeliest token's `2 ** weight_bits(V)`.
@@ -41,83 +53,22 @@ def fixed_point_weights(
     return scaled_SV.exp_().mul_(2.0 ** weight_bits(logits_SV.shape[-1])).to(torch.int64)
 
 
-def rank_keys(logits_SV: torch.Tensor) -> torch.Tensor:
-    """int64 [S, V], all distinct in a row: greater logit first, then lower token id.
-
-    `logits_SV` fp32 without NaN. The upper 32 bits order as the floats do, the lower count down.
-    """
-    # Adding zero turns -0.0 into 0.0, which is equal to it but has other bits.
-    bits_SV = (logits_SV + 0.0).view(torch.int32)
-    # Negative floats grow in magnitude with their bits: turn those around.
-    bits_SV ^= (bits_SV >> 31) & 0x7FFFFFFF
-    vocab_size = logits_SV.shape[-1]
-    countdown_V = torch.arange(vocab_size - 1, -1, -1, device=logits_SV.device)
-    return bits_SV.to(torch.int64).mul_(2**32).add_(countdown_V)
-
-
-def keep_top(
-    weights_SV: torch.Tensor,
-    logits_SV: torch.Tensor,
-    top_k_S: torch.Tensor,
-    top_p_S: torch.Tensor,
-) -> torch.Tensor:
-    """Weights with all but the best tokens of each row set to zero: top-k, then top-p of the rest.
-
-    `top_k_S` int64 in [1, V], V = off. `top_p_S` float64 in [0, 1], 1 = off: the shortest run of
-    best tokens whose share reaches it, at least one. Equal logits rank by token id.
-    """
-    vocab_size = logits_SV.shape[-1]
-    keys_SV = rank_keys(logits_SV)
-    width = min(vocab_size, NUM_CANDIDATES, int(top_k_S.max()))
-    kept_SV, is_settled_S = _keep_among(width, keys_SV, weights_SV, top_k_S, top_p_S)
-    if width < vocab_size and not bool(is_settled_S.all()):
-        rest = (~is_settled_S).nonzero().squeeze(-1)
-        kept_SV[rest], _ = _keep_among(
-            vocab_size, keys_SV[rest], weights_SV[rest], top_k_S[rest], top_p_S[rest]
-        )
-    return kept_SV
-
-
-def _keep_among(
-    width: int,
-    keys_SV: torch.Tensor,
-    weights_SV: torch.Tensor,
-    top_k_S: torch.Tensor,
-    top_p_S: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`keep_top` looking at the best `width` tokens; also which rows needed no more than those."""
-    vocab_size = keys_SV.shape[-1]
-    ids_SC = keys_SV.topk(width, dim=-1).indices
-    weights_SC = weights_SV.gather(-1, ids_SC)
-    sums_SC = weights_SC.cumsum(-1)
-    top_k_S1 = top_k_S.unsqueeze(-1)
-    total_S1 = torch.where(
-        top_k_S1 < vocab_size,
-        sums_SC.gather(-1, top_k_S1.clamp(max=width) - 1),
-        weights_SV.sum(-1, keepdim=True),
-    )
-    wanted_S1 = (total_S1.double() * top_p_S.unsqueeze(-1)).ceil().to(torch.int64)
-    wanted_S1 = torch.minimum(wanted_S1, total_S1)
-    num_kept_S1 = torch.searchsorted(sums_SC, wanted_S1) + 1
-    num_kept_S1 = torch.minimum(num_kept_S1, top_k_S1)
-    is_kept_SC = torch.arange(width, device=ids_SC.device) < num_kept_S1
-    kept_SV = torch.zeros_like(weights_SV).scatter_(-1, ids_SC, weights_SC * is_kept_SC)
-    is_k_inside_S = (top_k_S <= width) & (top_k_S < vocab_size)
-    is_p_inside_S = (top_k_S == vocab_size) & (num_kept_S1 <= width).squeeze(-1)
-    return kept_SV, is_k_inside_S | is_p_inside_S
-
-
 def keep_min_p(weights_SV: torch.Tensor, min_p_S1: torch.Tensor) -> torch.Tensor:
     """Weights with those below `min_p` times the likeliest token's set to zero. float64 [S, 1]."""
     least_S1 = (min_p_S1 * 2.0 ** weight_bits(weights_SV.shape[-1])).to(torch.int64)
     return torch.where(weights_SV >= least_S1, weights_SV, 0)
 
 
-def pick(weights_SV: torch.Tensor, uniform_S1: torch.Tensor) -> torch.Tensor:
+def pick_torch(
+    weights_SV: torch.Tensor, uniform_S1: torch.Tensor, min_p_S1: torch.Tensor | None = None
+) -> torch.Tensor:
     """Token ids int64 [S]: inverse CDF in order of token id at `uniform_S1`, float64 in [0, 1).
 
-    Never a token of weight 0, as long as the row has one that is not.
+    `min_p_S1`: of the weights that `keep_min_p` leaves. Never a token of weight 0, as long as the
+    row has one that is not.
     """
+    if min_p_S1 is not None:
+        weights_SV = keep_min_p(weights_SV, min_p_S1)
     sums_SV = weights_SV.cumsum(-1)
     total_S1 = sums_SV[:, -1:]
     target_S1 = (uniform_S1 * total_S1.double()).to(torch.int64)
@@ -127,7 +78,176 @@ def pick(weights_SV: torch.Tensor, uniform_S1: torch.Tensor) -> torch.Tensor:
     return ids_S1.squeeze(-1).clamp(max=weights_SV.shape[-1] - 1)
 
 
-def log_normalizer(logits_SV: torch.Tensor, max_S1: torch.Tensor) -> torch.Tensor:
+def log_normalizer_torch(logits_SV: torch.Tensor, max_S1: torch.Tensor) -> torch.Tensor:
     """Natural logarithm of the sum of exponentials, less the row maximum: float64 [S, 1]."""
-    total_S1 = fixed_point_weights(logits_SV, max_S1).sum(-1, keepdim=True)
+    total_S1 = fixed_point_weights_torch(logits_SV, max_S1).sum(-1, keepdim=True)
     return (total_S1.double() / 2.0 ** weight_bits(logits_SV.shape[-1])).log()
+
+
+def fixed_point_weights_triton(
+    logits_SV: torch.Tensor, max_S1: torch.Tensor, temperature_S1: torch.Tensor | None = None
+) -> torch.Tensor:
+    num_rows, vocab_size = logits_SV.shape
+    _check(logits_SV, max_S1, torch.float32)
+    weights_SV = torch.empty(num_rows, vocab_size, dtype=torch.int64, device=logits_SV.device)
+    tiles = elementwise_tiles(vocab_size)
+    launch(
+        _weights_kernel,
+        (num_rows, triton.cdiv(vocab_size, tiles.columns)),
+        logits_SV,
+        max_S1.contiguous(),
+        None if temperature_S1 is None else temperature_S1.contiguous(),
+        weights_SV,
+        logits_SV.stride(0),
+        vocab_size,
+        ONE=2.0 ** weight_bits(vocab_size),
+        COLUMNS=tiles.columns,
+        num_warps=tiles.num_warps,
+    )
+    return weights_SV
+
+
+def pick_triton(
+    weights_SV: torch.Tensor, uniform_S1: torch.Tensor, min_p_S1: torch.Tensor | None = None
+) -> torch.Tensor:
+    num_rows, vocab_size = weights_SV.shape
+    _check(weights_SV, uniform_S1, torch.float64)
+    assert weights_SV.dtype == torch.int64
+    ids_S = torch.empty(num_rows, dtype=torch.int64, device=weights_SV.device)
+    tiles = scan_tiles(vocab_size)
+    launch(
+        _pick_kernel,
+        (num_rows,),
+        weights_SV,
+        uniform_S1.contiguous(),
+        None if min_p_S1 is None else min_p_S1.contiguous(),
+        ids_S,
+        weights_SV.stride(0),
+        vocab_size,
+        ONE=2.0 ** weight_bits(vocab_size),
+        COLUMNS=tiles.columns,
+        num_warps=tiles.num_warps,
+    )
+    return ids_S
+
+
+def log_normalizer_triton(logits_SV: torch.Tensor, max_S1: torch.Tensor) -> torch.Tensor:
+    num_rows, vocab_size = logits_SV.shape
+    _check(logits_SV, max_S1, torch.float32)
+    total_S1 = torch.empty(num_rows, 1, dtype=torch.int64, device=logits_SV.device)
+    one = 2.0 ** weight_bits(vocab_size)
+    tiles = scan_tiles(vocab_size)
+    launch(
+        _total_kernel,
+        (num_rows,),
+        logits_SV,
+        max_S1.contiguous(),
+        total_S1,
+        logits_SV.stride(0),
+        vocab_size,
+        ONE=one,
+        COLUMNS=tiles.columns,
+        num_warps=tiles.num_warps,
+    )
+    return (total_S1.double() / one).log()
+
+
+fixed_point_weights = by_device(fixed_point_weights_triton, fixed_point_weights_torch)
+pick = by_device(pick_triton, pick_torch)
+log_normalizer = by_device(log_normalizer_triton, log_normalizer_torch)
+
+
+def _check(values_SV: torch.Tensor, column_S1: torch.Tensor, dtype: torch.dtype) -> None:
+    assert values_SV.stride(1) == 1
+    assert column_S1.shape == (values_SV.shape[0], 1) and column_S1.dtype == dtype
+
+
+@triton.jit
+def _weights_kernel(
+    logits_ptr,
+    max_ptr,
+    temperature_ptr,
+    weights_ptr,
+    logits_stride,
+    vocab_size,
+    ONE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < vocab_size
+    logits = tl.load(logits_ptr + row * logits_stride + columns, mask=mask, other=0.0)
+    scaled = logits.to(tl.float32) - tl.load(max_ptr + row)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row) + tl.zeros((COLUMNS,), tl.float32)
+        scaled = tl.div_rn(scaled, temperature)
+    weights = (tl.exp(scaled) * ONE).to(tl.int64)
+    tl.store(weights_ptr + row * vocab_size + columns, weights, mask=mask)
+
+
+@triton.jit
+def _total_kernel(
+    logits_ptr,
+    max_ptr,
+    total_ptr,
+    logits_stride,
+    vocab_size,
+    ONE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    greatest = tl.load(max_ptr + row)
+    totals = tl.zeros((COLUMNS,), tl.int64)
+    for start in range(0, vocab_size, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = columns < vocab_size
+        at = logits_ptr + row * logits_stride + columns
+        logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+        totals += (tl.exp(logits - greatest) * ONE).to(tl.int64)
+    tl.store(total_ptr + row, tl.sum(totals, axis=0))
+
+
+@triton.jit
+def _load_weights(weights_ptr, columns, vocab_size, least):
+    weights = tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0)
+    return tl.where(weights >= least, weights, 0)
+
+
+@triton.jit
+def _pick_kernel(
+    weights_ptr,
+    uniform_ptr,
+    min_p_ptr,
+    ids_ptr,
+    weights_stride,
+    vocab_size,
+    ONE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weights_ptr += row * weights_stride
+    offsets = tl.arange(0, COLUMNS)
+    least = tl.zeros((), tl.int64)
+    if min_p_ptr is not None:
+        least = (tl.load(min_p_ptr + row) * ONE).to(tl.int64)
+    totals = tl.zeros((COLUMNS,), tl.int64)
+    for start in range(0, vocab_size, COLUMNS):
+        totals += _load_weights(weights_ptr, start + offsets, vocab_size, least)
+    total = tl.sum(totals, axis=0)
+    target = (tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64)
+    # The product may round up to the total, beyond the last token.
+    target = tl.minimum(target, total - 1)
+
+    # Pass over the blocks that end before the token; then count what stands before it in its own.
+    first = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int64)
+    weights = _load_weights(weights_ptr, offsets, vocab_size, least)
+    in_block = tl.sum(weights, axis=0)
+    while (first + COLUMNS < vocab_size) & (before + in_block <= target):
+        before += in_block
+        first += COLUMNS
+        weights = _load_weights(weights_ptr, first + offsets, vocab_size, least)
+        in_block = tl.sum(weights, axis=0)
+    is_before = (before + tl.cumsum(weights, axis=0) <= target) & (first + offsets < vocab_size)
+    token_id = first + tl.sum(is_before.to(tl.int32), axis=0)
+    tl.store(ids_ptr + row, tl.minimum(token_id, vocab_size - 1).to(tl.int64))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.jit import by_device, launch, tl, triton
+from moe_serve.kernels.ordered_bits import ordered_bits
 from moe_serve.kernels.row_tiles import power_of_two, router_tiles
 
 # Shapes: T tokens, E experts, K top-k, G groups.
@@ -142,15 +143,6 @@ def topk_router_triton(
 
 
 topk_router = by_device(topk_router_triton, topk_router_torch)
-
-
-@triton.jit
-def ordered_bits(x):
-    """int32 that order as fp32 numbers do; both zeros are one number, NaN lies beyond infinity."""
-    # Adding zero turns -0.0 into 0.0.
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    # Negative floats grow in magnitude with their bits: turn those around.
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit

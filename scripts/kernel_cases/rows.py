@@ -10,13 +10,19 @@ from torch import Tensor
 
 from kernel_cases.case import Case
 from moe_serve.kernels.combine import weigh_rows_triton, weigh_slots_triton
+from moe_serve.kernels.keep_top import keep_top_triton
 from moe_serve.kernels.permute import permute_triton
 from moe_serve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from moe_serve.kernels.rotary import rotary_triton
+from moe_serve.kernels.sampling import (
+    fixed_point_weights_triton,
+    log_normalizer_triton,
+    pick_triton,
+)
 from moe_serve.kernels.silu_mul import KINDS, gated_activation_triton
 from moe_serve.kernels.topk_router import topk_router_triton
 
-BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
+BF16, FP32, FP64, INT64 = torch.bfloat16, torch.float32, torch.float64, torch.int64
 
 
 def default() -> Iterator[Case]:
@@ -26,6 +32,7 @@ def default() -> Iterator[Case]:
     yield from norm_cases([128, 4096, 7168])
     yield from rotary_cases([(128, 128, False), (64, 64, True)])
     yield from activation_cases(KINDS, [14336])
+    yield from sampling_cases([151_936])
 
 
 def everything() -> Iterator[Case]:
@@ -39,6 +46,7 @@ def everything() -> Iterator[Case]:
         for pairs in (False, True)
     )  # fmt: skip
     yield from activation_cases(KINDS, [33, *sizes])
+    yield from sampling_cases([33, *sizes, 151_936, 262_144])
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -128,3 +136,21 @@ def activation_cases(kinds: Iterable[str], sizes: Iterable[int]) -> Iterator[Cas
                 f"gated_activation {kind} F{size}",
                 functools.partial(gated_activation_triton, meta(64, 2 * size), kind),
             )
+
+
+def sampling_cases(vocab_sizes: Iterable[int]) -> Iterator[Case]:
+    for vocab_size in vocab_sizes:
+        logits_SV, weights_SV = (meta(8, vocab_size, dtype=dtype) for dtype in (FP32, INT64))
+        float_S1, double_S1 = meta(8, 1, dtype=FP32), meta(8, 1, dtype=FP64)
+        calls = {
+            "fixed_point_weights": functools.partial(
+                fixed_point_weights_triton, logits_SV, float_S1, float_S1
+            ),
+            "keep_top": functools.partial(
+                keep_top_triton, weights_SV, logits_SV, meta(8, dtype=INT64), meta(8, dtype=FP64)
+            ),
+            "pick": functools.partial(pick_triton, weights_SV, double_S1, double_S1),
+            "log_normalizer": functools.partial(log_normalizer_triton, logits_SV, float_S1),
+        }
+        for name, call in calls.items():
+            yield Case(f"{name} V{vocab_size}", call)

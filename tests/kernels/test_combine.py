@@ -19,8 +19,8 @@ TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 2**-6}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_tokens", [0, 1, 17])
-@pytest.mark.parametrize(("top_k", "width"), [(1, 1), (8, 33), (3, 1100)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+@pytest.mark.parametrize(("top_k", "width"), [(1, 1), (4, 33), (2, 1100)])
 def test_kernels_equal_their_twins(
     device: torch.device, num_tokens: int, top_k: int, width: int, dtype: torch.dtype
 ) -> None:

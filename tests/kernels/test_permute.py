@@ -56,7 +56,7 @@ def test_awkward_sizes(
     check(op, skewed_ids(num_tokens, top_k, num_experts, device), num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [257, 300, 1031])
+@pytest.mark.parametrize("num_tokens", [257, 600])
 @pytest.mark.parametrize("num_experts", [1, 13, 130])
 def test_more_items_than_one_launch_places(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_experts: int

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.kernels import sampling
+from moe_serve.kernels import keep_top
 from moe_serve.sampler import Sampler
 
 
@@ -105,7 +105,7 @@ def test_looking_at_few_candidates_gives_the_same_as_sorting_all(monkeypatch, vo
     top_p[::3] = 1
     results = []
     for candidates in (1, 3, 64, vocab_size):
-        monkeypatch.setattr(sampling, "NUM_CANDIDATES", candidates)
+        monkeypatch.setattr(keep_top, "NUM_CANDIDATES", candidates)
         results.append(sampling.keep_top(weights, logits, top_k, top_p))
     assert all(torch.equal(results[0], result) for result in results[1:])
     assert ((results[0] > 0).sum(-1) <= top_k).all()
