@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.kernels import keep_top
+from moe_serve.kernels import keep_top, sampling
 from moe_serve.sampler import Sampler
 
 
