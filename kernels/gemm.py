@@ -11,23 +11,21 @@ which rows a tile has is found from the counts on the device. Experts without ro
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.jit import launch, target_of, tl, triton
+from moe_serve.kernels.gemm_kernel import add_slices_kernel, gemm_kernel
+from moe_serve.kernels.jit import launch, target_of, triton
 from moe_serve.kernels.quantization import (
     FP8_BLOCK,
     Fp8Weight,
     Mxfp4Weight,
     Weight,
-    decode_e2m1,
-    decode_e4m3,
     quantize_rows,
 )
-from moe_serve.kernels.silu_mul import KINDS, gate
+from moe_serve.kernels.silu_mul import KINDS
 from moe_serve.kernels.targets import Target
 from moe_serve.kernels.tiles import Format, GemmTiles, gemm_tiles
 
@@ -61,51 +59,80 @@ def multiply(
         num_rows=num_rows,
         num_experts=num_experts,
         num_columns=num_columns,
+        width=width,
         is_gated=is_gated,
         is_aligned=operands.are_aligned,
     )
+    own = _OfExperts(counts_E, bias_EW, scatter_R, num_experts)
+    if tiles.slices == 1:
+        _launch(out_RN, operands, own, activation, tiles, target)
+        return out_RN
+    parts = out_RN.new_empty((tiles.slices, *out_RN.shape))
+    _launch(parts, operands, own, activation, tiles, target)
+    size, block = out_RN.numel(), 1024
+    grid = (triton.cdiv(size, block),)
+    launch(add_slices_kernel, grid, parts, out_RN, size, SLICES=tiles.slices, BLOCK=block)
+    return out_RN
+
+
+class _OfExperts(NamedTuple):
+    counts_E: Tensor | None
+    bias_EW: Tensor | None
+    scatter_R: Tensor | None
+    num_experts: int
+
+
+def _launch(
+    out: Tensor,
+    operands: _Operands,
+    own: _OfExperts,
+    activation: str | None,
+    tiles: GemmTiles,
+    target: Target,
+) -> None:
+    """`out` [R, N], or [slices, R, N]."""
+    (num_rows, num_columns), width = out.shape[-2:], operands.width
+    x, weight = operands.x, operands.weight
     has_descriptors = target.has_descriptors and operands.are_aligned
-    x, data = operands.x, operands.weight
     if has_descriptors:
-        x = _described(x, tiles.block_m, tiles.block_k)
-        packed = 2 if operands.format == "mxfp4" else 1
-        data = _described(data, tiles.block_n, tiles.block_k // packed)
+        x, weight = _described(operands, tiles)
     launch(
-        _gemm_kernel,
-        (_num_programs(target, tiles, num_rows, num_columns, num_experts),),
-        out_RN,
+        gemm_kernel,
+        (_num_programs(target, tiles, num_rows, num_columns, own.num_experts),),
+        out,
         # The operands.
         x,
         operands.x_scales,
         operands.x.stride(0),
-        data,
+        weight,
         operands.weight_scales,
         operands.weight.stride(0),
-        # What belongs to an expert or a row.
-        counts_E,
-        bias_EW,
-        scatter_R,
+        *own[:3],
         # Sizes.
         num_rows,
-        num_experts,
+        own.num_experts,
         num_columns,
         width,
         ACTIVATION=activation,
         KIND=operands.kind,
         HAS_DESCRIPTORS=has_descriptors,
-        # A tile's weight rows share the scale of a block.
-        ONE_SCALE=FP8_BLOCK % tiles.block_n == 0 and (not is_gated or num_columns % FP8_BLOCK == 0),
+        ONE_SCALE=_has_one_scale(tiles, num_columns, activation is not None),
         IS_EVEN=width % tiles.block_k == 0,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=triton.next_power_of_2(own.num_experts),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         GROUP_M=tiles.group_m,
+        SLICES=tiles.slices,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **_options(target),
     )
-    return out_RN
+
+
+def _has_one_scale(tiles: GemmTiles, num_columns: int, is_gated: bool) -> bool:
+    """Whether all weight rows of a tile are in one block of fp8."""
+    return FP8_BLOCK % tiles.block_n == 0 and (not is_gated or num_columns % FP8_BLOCK == 0)
 
 
 def _check(
@@ -124,13 +151,17 @@ def _check(
     assert counts_E is not None or num_experts == 1
     assert bias_EW is None or bias_EW.shape == (num_experts, weight_rows)
     assert scatter_R is None or scatter_R.shape == x_RD.shape[:1]
-    parts = [weight] if isinstance(weight, Tensor) else dataclasses.astuple(weight)
-    for part in (*parts, counts_E, bias_EW, scatter_R):
-        assert part is None or (part.is_contiguous() and part.device == x_RD.device)
-    if isinstance(weight, Tensor):
-        assert weight.dtype == x_RD.dtype, f"{x_RD.dtype} rows, {weight.dtype} weights"
-    if isinstance(weight, Mxfp4Weight):
+    data: tuple[Tensor, ...]
+    if isinstance(weight, Fp8Weight):
+        data = weight.data_END, weight.scales
+    elif isinstance(weight, Mxfp4Weight):
+        data = weight.blocks, weight.scales
         assert x_RD.element_size() == 2, f"{x_RD.dtype} rows, 4-bit weights"
+    else:
+        data = (weight,)
+        assert weight.dtype == x_RD.dtype, f"{x_RD.dtype} rows, {weight.dtype} weights"
+    for part in (*data, counts_E, bias_EW, scatter_R):
+        assert part is None or (part.is_contiguous() and part.device == x_RD.device)
 
 
 def _options(target: Target) -> dict[str, Any]:
@@ -143,7 +174,7 @@ def _num_programs(
 ) -> int:
     """Every expert may have a tile that its rows do not fill."""
     most_m = num_rows // tiles.block_m + min(num_experts, num_rows)
-    most_tiles = most_m * -(-num_columns // tiles.block_n)
+    most_tiles = most_m * -(-num_columns // tiles.block_n) * tiles.slices
     return min(most_tiles, tiles.programs * target.num_processors)
 
 
@@ -156,6 +187,10 @@ class _Operands(NamedTuple):
     x_scales: Tensor | None
     weight: Tensor
     weight_scales: Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
 
     @property
     def are_aligned(self) -> bool:
@@ -182,153 +217,14 @@ def _operands(x_RD: Tensor, weight: Weight, target: Target) -> _Operands:
     return _Operands(operands, "plain", x, None, weight.flatten(0, 1), None)
 
 
-def _described(x: Tensor, *block: int) -> Any:
+def _described(operands: _Operands, tiles: GemmTiles) -> tuple[Any, Any]:
+    """Descriptors of the tiles of both."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(x, list(block))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gemm_kernel(
-    out_ptr, x, x_scales_ptr, x_stride, weight, weight_scales_ptr, weight_stride,
-    counts_ptr, bias_ptr, scatter_ptr, num_rows, num_experts, num_columns, width,
-    ACTIVATION: tl.constexpr, KIND: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr,
-    ONE_SCALE: tl.constexpr, IS_EVEN: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    IS_GATED: tl.constexpr = ACTIVATION is not None
-    weight_rows = num_columns * 2 if IS_GATED else num_columns
-    column_tiles = tl.cdiv(num_columns, BLOCK_N)
-    if counts_ptr is None:
-        counts_E = tl.full((EXPERTS,), num_rows, tl.int32)
-    else:
-        ids = tl.arange(0, EXPERTS)
-        counts_E = tl.load(counts_ptr + ids, mask=ids < num_experts, other=0).to(tl.int32)
-    row_stops_E = tl.cumsum(counts_E, 0)
-    tile_stops_E = tl.cumsum((counts_E + (BLOCK_M - 1)) // BLOCK_M, 0)
-    num_tiles = tl.max(tile_stops_E, 0) * column_tiles
-    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        is_before = tile_stops_E * column_tiles <= index
-        expert = tl.sum(is_before.to(tl.int32), 0)
-        first = tl.max(tl.where(is_before, tile_stops_E, 0), 0) * column_tiles
-        row_start = tl.max(tl.where(is_before, row_stops_E, 0), 0)
-        row_stop = tl.min(tl.where(is_before, 0x7FFFFFFF, row_stops_E), 0)
-        # An expert's tiles: by group of row tiles, then by column tile, then by row tile.
-        row_tiles = tl.cdiv(row_stop - row_start, BLOCK_M)
-        group = (index - first) // (GROUP_M * column_tiles)
-        in_group = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
-        rest = index - first - group * GROUP_M * column_tiles
-        row = row_start + (group * GROUP_M + rest % in_group) * BLOCK_M
-        column = rest // in_group * BLOCK_N
-
-        # What overhangs repeats the last row or column, and is not stored.
-        rows_M = row + tl.arange(0, BLOCK_M)
-        columns_N = column + tl.arange(0, BLOCK_N)
-        x_rows_M = tl.minimum(rows_M, num_rows - 1).to(tl.int64)
-        own_N = tl.minimum(columns_N, num_columns - 1)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if IS_GATED:
-            up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(0, width, BLOCK_K):
-            x_MK = _load(x, row, x_rows_M, k, width, x_stride, BLOCK_K, HAS_DESCRIPTORS, IS_EVEN)
-            acc = _add_product(
-                acc, x_MK, x_scales_ptr, x_rows_M, weight, weight_scales_ptr, weight_stride,
-                expert, weight_rows, column, own_N, k, width,
-                KIND, HAS_DESCRIPTORS, ONE_SCALE, IS_EVEN, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            if IS_GATED:
-                up = _add_product(
-                    up, x_MK, x_scales_ptr, x_rows_M, weight, weight_scales_ptr, weight_stride,
-                    expert, weight_rows, num_columns + column, num_columns + own_N, k, width,
-                    KIND, HAS_DESCRIPTORS, ONE_SCALE, IS_EVEN, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-
-        if bias_ptr is not None:
-            bias_N = bias_ptr + expert.to(tl.int64) * weight_rows + own_N
-            acc += tl.load(bias_N).to(tl.float32)[:, None]
-            if IS_GATED:
-                up += tl.load(bias_N + num_columns).to(tl.float32)[:, None]
-        result = acc.to(dtype)
-        if IS_GATED:
-            # Both are rounded first, as an op of its own would find them.
-            acted = gate(result.to(tl.float32), ACTIVATION)
-            result = (acted * up.to(dtype).to(tl.float32)).to(dtype)
-        is_own_M = rows_M < row_stop
-        to_M = rows_M.to(tl.int64)
-        if scatter_ptr is not None:
-            to_M = tl.load(scatter_ptr + rows_M, mask=is_own_M, other=0).to(tl.int64)
-        out = out_ptr + to_M[:, None] * num_columns + columns_N[None, :]
-        tl.store(out, result.T, mask=is_own_M[:, None] & (columns_N < num_columns)[None, :])
-
-
-@triton.jit
-def _load(
-    source, row, rows, k, width, stride,
-    BLOCK_K: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr, IS_EVEN: tl.constexpr,
-):  # fmt: skip
-    """A tile of `rows`, of which `row` is the first, from column `k` on."""
-    if HAS_DESCRIPTORS:
-        return source.load([row, k])
-    else:
-        columns = k + tl.arange(0, BLOCK_K)
-        pointers = source + rows[:, None] * stride + columns[None, :]
-        if IS_EVEN:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=(columns < width)[None, :], other=0.0)
-
-
-@triton.jit
-def _add_product(
-    acc, x_MK, x_scales_ptr, x_rows_M, weight, scales_ptr, stride,
-    expert, weight_rows, row, rows_N, k, width,
-    KIND: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr, ONE_SCALE: tl.constexpr,
-    IS_EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """acc + weights * rows for one step along K. `row`, `rows_N`: of this expert's weight rows."""
-    first = expert * weight_rows + row
-    all_rows_N = expert.to(tl.int64) * weight_rows + rows_N
-    if KIND == "plain":
-        w_NK = _load(weight, first, all_rows_N, k, width, stride, BLOCK_K, HAS_DESCRIPTORS, IS_EVEN)
-        return tl.dot(w_NK, x_MK.T, acc, input_precision="ieee")
-    elif KIND == "mxfp4":
-        bytes_NK = _load(
-            weight, first, all_rows_N, k // 2, width // 2, stride,
-            BLOCK_K // 2, HAS_DESCRIPTORS, IS_EVEN,
-        )  # fmt: skip
-        w_NK = _mxfp4_values(bytes_NK, scales_ptr, all_rows_N, k, width, x_MK.dtype)
-        return tl.dot(w_NK, x_MK.T, acc)
-    else:
-        w_NK = _load(weight, first, all_rows_N, k, width, stride, BLOCK_K, HAS_DESCRIPTORS, IS_EVEN)
-        if KIND == "fp8 bytes":
-            part = tl.dot(decode_e4m3(w_NK), decode_e4m3(x_MK).T)
-        else:
-            part = tl.dot(w_NK, x_MK.T)
-        # Sums over 128 of K are scaled, and added outside of the tensor cores, whose own sums of
-        # fp8 have too few bits (DeepSeek-V3, section 3.3.2).
-        blocks = tl.cdiv(width, 128)
-        x_scales_M = tl.load(x_scales_ptr + x_rows_M * blocks + k // 128)
-        scales = scales_ptr + expert * tl.cdiv(weight_rows, 128) * blocks + k // 128
-        if ONE_SCALE:
-            both = (tl.load(scales + row // 128 * blocks) * x_scales_M)[None, :]
-        else:
-            both = tl.load(scales + rows_N // 128 * blocks)[:, None] * x_scales_M[None, :]
-        return tl.fma(part, tl.broadcast_to(both, part.shape), acc)
-
-
-@triton.jit
-def _mxfp4_values(bytes_NK, scales_ptr, rows_N, k, width, dtype: tl.constexpr):
-    """[N, K / 2] bytes -> [N, K] values in `dtype`."""
-    BLOCK_N: tl.constexpr = bytes_NK.shape[0]
-    BLOCKS: tl.constexpr = bytes_NK.shape[1] // 16
-    codes = bytes_NK.to(tl.int32).reshape(BLOCK_N, BLOCKS, 16)
-    blocks = k // 32 + tl.arange(0, BLOCKS)
-    scales = tl.load(
-        scales_ptr + rows_N[:, None] * (width // 32) + blocks[None, :],
-        mask=(blocks < width // 32)[None, :],
-        other=1,
+    packed = 2 if operands.format == "mxfp4" else 1
+    x_block = [tiles.block_m, tiles.block_k]
+    weight_block = [tiles.block_n, tiles.block_k // packed]
+    return (
+        TensorDescriptor.from_tensor(operands.x, x_block),
+        TensorDescriptor.from_tensor(operands.weight, weight_block),
     )
-    scales = tl.clamp(scales.to(tl.int32), 1, 252)[:, :, None]
-    even, odd = decode_e2m1(codes, scales, dtype), decode_e2m1(codes >> 4, scales, dtype)
-    return tl.join(even, odd).reshape(BLOCK_N, BLOCKS * 32)

@@ -26,7 +26,7 @@ FP8_MOST = 448.0
 class Fp8Weight:
     """e4m3 in blocks of 128 x 128 with a scale each, as DeepSeek-V3 has them: value = data * scale.
 
-    `data_END` float8_e4m3fn; `scales` fp32 [E, ceil(N / 128), ceil(D / 128)].
+    `data_END` float8_e4m3fn, D a multiple of 16; `scales` fp32 [E, ceil(N / 128), ceil(D / 128)].
     """
 
     data_END: Tensor
@@ -35,6 +35,8 @@ class Fp8Weight:
     def __post_init__(self) -> None:
         assert self.data_END.dtype == torch.float8_e4m3fn and self.scales.dtype == torch.float32
         experts, rows, columns = self.data_END.shape
+        # What the memory engine reads starts at multiples of 16 bytes.
+        assert columns % 16 == 0, f"{columns} columns"
         blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         assert self.scales.shape == (experts, *blocks), f"{self.scales.shape}, not {blocks}"
 

@@ -20,7 +20,8 @@ _MOST_STAGES = 8
 class GemmTiles(NamedTuple):
     """A tile is block_m rows by block_n weight rows; twice as many of these where gate and up are
     multiplied together. `group_m` tiles of one expert's rows share a weight tile before the next
-    one is read. `programs`: how many run on one processor at a time.
+    one is read. `programs`: how many run on one processor at a time. `slices`: parts of K whose
+    sums are added at the end, in order.
     """
 
     block_m: int
@@ -30,6 +31,7 @@ class GemmTiles(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
+    slices: int = 1
 
 
 def gemm_tiles(
@@ -39,17 +41,18 @@ def gemm_tiles(
     num_rows: int,
     num_experts: int,
     num_columns: int,
+    width: int,
     is_gated: bool,
     is_aligned: bool = True,
 ) -> GemmTiles:
-    """`num_columns` of the result. Rows per expert are not known here, only their mean.
+    """`num_columns` of the result, `width` of the rows. Of rows per expert, only the mean is known.
 
     `is_aligned`: rows of both operands start at multiples of 16 bytes. Rows may change how large a
     tile is, never the order of the sum over K: `block_k` is one number per format, and each product
     is of the same kind (see `gemm.py`).
     """
     if operands == "fp32":
-        return _tiles(target, operands, 32, 16 if is_gated else 32, is_gated)
+        return _fp32_tiles(target, num_rows, width, is_gated)
     if not is_aligned:
         # Numbers one by one, which take many registers on their way.
         return _tiles(target, operands, 16, 64, is_gated, num_warps=8)
@@ -76,11 +79,13 @@ def all_gemm_tiles(target: Target, operands: Format, is_gated: bool) -> Iterator
             num_rows=num_rows,
             num_experts=1,
             num_columns=num_columns,
+            width=width,
             is_gated=is_gated,
             is_aligned=is_aligned,
         )
         for num_rows in (1, 17, 33, 65, 1024)
         for num_columns in (64, 1_000_000)
+        for width in range(256, 4352, 256)
         for is_aligned in (True, False)
     }
     yield from sorted(chosen)
@@ -93,6 +98,15 @@ def stage_bytes(operands: Format, block_m: int, block_n: int, block_k: int, is_g
         # As they are stored.
         return block_m * block_k * 2 + weight_rows * block_k // 2
     return (block_m + weight_rows) * block_k * {"16-bit": 2, "fp32": 4, "fp8": 1}[operands]
+
+
+def _fp32_tiles(target: Target, num_rows: int, width: int, is_gated: bool) -> GemmTiles:
+    """No tensor cores, and hardly any columns, where it is a router: what there is to do for few
+    rows is cut along K, which depends on the width alone.
+    """
+    size = 64 if num_rows >= 1024 and not is_gated else 32
+    tiles = _tiles(target, "fp32", size, size, is_gated)
+    return tiles._replace(slices=1 if is_gated else max(1, min(16, width // 256)))
 
 
 def _largest(
@@ -123,7 +137,7 @@ def _tiles(
     is_gated: bool,
     num_warps: int | None = None,
 ) -> GemmTiles:
-    block_k = {"16-bit": 64, "fp32": 32, "fp8": 128, "mxfp4": 64}[operands]
+    block_k = {"16-bit": 64, "fp32": 16, "fp8": 128, "mxfp4": 64}[operands]
     if num_warps is None:
         sums_of_4_warps = 64 * 64 if operands == "fp8" and target.name != "sm_90" else 128 * 64
         num_warps = 8 if block_m * block_n * (1 + is_gated) > sums_of_4_warps else 4

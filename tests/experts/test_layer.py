@@ -61,3 +61,16 @@ def test_experts_match_a_loop_over_tokens(bank: ExpertBank, kind: str, num_token
 def test_no_tokens_give_an_empty_result(bank: ExpertBank) -> None:
     empty = Routing(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
     assert HERE.run(torch.empty(0, HIDDEN), empty, bank, 0).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("index_of_E", [None, torch.arange(NUM_EXPERTS)], ids=["in order", "map"])
+def test_padding_goes_to_no_expert(bank: ExpertBank, index_of_E: torch.Tensor | None) -> None:
+    experts = DispatchedExperts(LocalDispatcher(NUM_EXPERTS, index_of_E))
+    x, routing = torch.randn(7, HIDDEN), routing_for("random", 7)
+    expected = experts.run(x, routing, bank, 7)
+    padded = torch.cat((x, torch.full((3, HIDDEN), float("nan"))))
+    ids = torch.cat((routing.ids_TK, torch.full((3, 2), -1)))
+    weights = torch.cat((routing.weights_TK, torch.zeros(3, 2)))
+    out = experts.run(padded, Routing(ids, weights), bank, 10)
+    assert torch.equal(out[:7], expected)
+    assert torch.equal(out[7:], torch.zeros(3, HIDDEN))

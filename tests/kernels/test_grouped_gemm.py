@@ -165,11 +165,11 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     """Alone, among few and many, wherever it stands; others' rows may hold anything."""
     torch.manual_seed(0)
-    weight = made(kind, 2, 32, 128, dtype, device)
+    weight = made(kind, 2, 26, 128, dtype, device)
     x = torch.randn(300, 128, device=device).to(dtype)
     whole = op(x, weight, torch.tensor([0, 300], device=device))
-    for count in (1, 7, 17, 33, 129):
-        for start in {0, 300 - count}:
+    for count in (1, 17, 129):
+        for start in (7, 300 - count):
             own = x[start : start + count]
             alone = op(own, weight, torch.tensor([0, count], device=device))
             assert torch.equal(alone, whole[start : start + count]), (count, start)

@@ -109,10 +109,11 @@ def test_router_logits_are_not_rounded(device: torch.device) -> None:
 def test_the_kernel_gives_a_row_its_bits_in_any_batch(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    for features in (128, 66):
+    """528 features: in fp32, two slices of K. 66: rows that no descriptor takes."""
+    for num_rows, features in ((1030, 528), (70, 66)):
         torch.manual_seed(0)
-        x, weight = (part.to(device, dtype) for part in cancelling(1030, features, 20))
+        x, weight = (part.to(device, dtype) for part in cancelling(num_rows, features, 20))
         whole = linear_triton(x, weight)
-        for count in (1, 7, 17, 33, 64, 129, 300):
+        for count in (1, 17, 33, 65):
             assert torch.equal(linear_triton(x[:count], weight), whole[:count]), count
             assert torch.equal(linear_triton(x[-count:].clone(), weight), whole[-count:]), count

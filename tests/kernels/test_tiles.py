@@ -37,12 +37,21 @@ def test_every_choice_fits(target: Target, operands: Format) -> None:
 def test_rows_do_not_change_steps_along_k_or_the_kind_of_product(
     target: Target, operands: Format
 ) -> None:
-    for is_gated in (False, True):
-        every = list(all_gemm_tiles(target, operands, is_gated))
-        assert len({tiles.block_k for tiles in every}) == 1
-        if operands == "fp32":
-            assert len(every) == 1
-        elif target.has_wgmma:
+    for is_gated, width in itertools.product((False, True), (50, 2048, 7168)):
+        every = [
+            gemm_tiles(
+                target,
+                operands,
+                num_rows=num_rows,
+                num_experts=num_experts,
+                num_columns=768,
+                width=width,
+                is_gated=is_gated,
+            )
+            for num_rows, num_experts in itertools.product(ROWS, (1, 8, 256))
+        ]
+        assert len({(tiles.block_k, tiles.slices) for tiles in every}) == 1
+        if target.has_wgmma and operands != "fp32":
             # A wgmma takes 64 rows of its first operand, the weights, for four warps.
             assert min(tiles.block_n for tiles in every) >= 64
 
@@ -52,13 +61,16 @@ def test_rows_do_not_change_steps_along_k_or_the_kind_of_product(
 def test_everything_that_can_be_chosen_is_listed(target: Target, operands: Format) -> None:
     for is_gated, is_aligned in itertools.product((False, True), repeat=2):
         listed = set(all_gemm_tiles(target, operands, is_gated))
-        for rows, experts, columns in itertools.product(ROWS, (1, 8, 256), (1, 768, 32_768)):
+        for rows, experts, columns, width in itertools.product(
+            ROWS, (1, 8, 256), (1, 768, 32_768), (50, 7168)
+        ):
             chosen = gemm_tiles(
                 target,
                 operands,
                 num_rows=rows,
                 num_experts=experts,
                 num_columns=columns,
+                width=width,
                 is_gated=is_gated,
                 is_aligned=is_aligned,
             )
@@ -73,6 +85,7 @@ def test_few_rows_take_one_tile_and_many_take_large_ones() -> None:
             num_rows=rows,
             num_experts=experts,
             num_columns=4096,
+            width=4096,
             is_gated=False,
         ).block_m
 
