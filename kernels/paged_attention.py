@@ -1,221 +1,380 @@
-"""Causal attention over paged keys and values, one kernel family for decode and prefill.
+"""Causal attention over paged keys and values on a GPU, one kernel family for decode and prefill.
 
-The online-softmax scheme of FlashAttention (Dao et al., 2022) over key tiles at fixed positions:
-tile j holds positions [j * tile, (j + 1) * tile) of a sequence, whatever the chunk or the batch.
-Every product has one of a few numbers of rows, all of which give a row the same bits (checked once
-per shape, see `_row_counts`). A tile that a row may not see leaves its state untouched. So a row's
-result depends on its query, its position and its keys alone: not on its company, on chunk borders,
-on the lengths of others, or on how many heads share this rank. All of it in fp32.
+The online softmax of FlashAttention (Dao et al., 2022), with keys cut at fixed positions as in its
+"flash-decoding": split i of a sequence holds positions [i * split, (i + 1) * split), whatever the
+batch. Each split starts afresh, and the splits of a row are merged in ascending order by one
+formula, either by the program that walks them all or by a kernel of their own; the plan of the step
+says which (attention_work.py). Every product has the same number of rows: query tokens times the
+heads that share a kv head, and padding. So a row's bits depend on its query, its position and its
+keys alone.
 """
 
 from __future__ import annotations
 
-import bisect
-import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_serve.context import LayerKV, StepContext
+from moe_serve.kernels.attention_tiles import AttentionTiles, attention_tiles
+from moe_serve.kernels.attention_work import MAX_PARTS, AttentionWork
+from moe_serve.kernels.jit import by_device, launch, target_of, tl, triton
+from moe_serve.kernels.online_softmax import (
+    add_keys,
+    attended,
+    merge,
+    no_keys,
+    nothing_but_sinks,
+)
+from moe_serve.kernels.paged_attention_twin import paged_attention_torch
+from moe_serve.kernels.row_tiles import power_of_two
+from moe_serve.kernels.targets import Target
 
-# Shapes: T tokens, S sequences, H heads, N kv heads, G = H / N query heads of one kv head,
-# h head_dim, B blocks, s slots of a block, K keys of one tile, M query rows of one product.
+# Shapes: T tokens, H heads, N kv heads, h head_dim, B blocks, s slots of a block, P rows of the
+# workspace.
 
-KEY_TILE = 128
-# Rows of the largest product: query tokens times the heads that share a kv head.
-QUERY_ROWS = 256
-_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128)
-# Finite, so that a row without visible keys so far never computes inf - inf.
-_NO_KEY_YET = -1e30
-
-
-def paged_attention(
-    q_THh: Tensor, kv: LayerKV, context: StepContext, *, scale: float, window: int | None = None
-) -> Tensor:
-    """softmax(q k^T * scale) v over each token's own past -> [T, H, h] in q's dtype.
-
-    The step's keys and values are in the pool already. `window`: a token sees itself and the
-    `window` - 1 positions before it.
-    """
-    out_THh = torch.empty_like(q_THh)
-    decodes = context.num_decodes
-    if decodes:
-        out_THh[:decodes] = _decode(q_THh[:decodes], kv, context, scale, window)
-    for sequence in range(decodes, context.num_sequences):
-        start, stop = context.query_starts[sequence], context.query_starts[sequence + 1]
-        out_THh[start:stop] = _prefill(q_THh[start:stop], kv, context, sequence, scale, window)
-    return out_THh
+_LOG2_E = math.log2(math.e)
+# Heads that one program merges.
+_MERGED_HEADS = 4
 
 
-class _State(NamedTuple):
-    """Running softmax of [b, M] rows: maximum, sum, and the weighted values [b, M, h]."""
-
-    maximum: Tensor
-    total: Tensor
-    values: Tensor
-
-    @classmethod
-    def fresh(cls, q_bMh: Tensor) -> _State:
-        maximum = q_bMh.new_full(q_bMh.shape[:2], _NO_KEY_YET)
-        return cls(maximum, torch.zeros_like(maximum), torch.zeros_like(q_bMh))
-
-    def first(self, count: int) -> _State:
-        return _State(self.maximum[:count], self.total[:count], self.values[:count])
-
-    def add_tile(self, q_bMh: Tensor, k_bKh: Tensor, v_bKh: Tensor, seen: Tensor | None) -> None:
-        """Take in one key tile. `seen` [b or 1, M or 1, K] bool: what each row may look at."""
-        scores = torch.bmm(q_bMh, k_bKh.transpose(1, 2))
-        if seen is not None:
-            scores.masked_fill_(~seen, float("-inf"))
-        maximum = torch.maximum(self.maximum, scores.amax(-1))
-        keep = torch.exp(self.maximum - maximum)
-        weights = scores.sub_(maximum[..., None]).exp_()
-        self.total.mul_(keep).add_(weights.sum(-1))
-        self.values.mul_(keep[..., None]).add_(torch.bmm(weights, v_bKh))
-        self.maximum.copy_(maximum)
-
-    def result(self) -> Tensor:
-        return self.values / self.total[..., None]
-
-
-def _decode(
-    q_SHh: Tensor, kv: LayerKV, context: StepContext, scale: float, window: int | None
-) -> Tensor:
-    """One query a sequence, all sequences at once, longest first so that the short drop out."""
-    num_sequences, num_heads, head_dim = q_SHh.shape
-    num_kv_heads = kv.keys_BsNh.shape[2]
-    group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
-    rows = _rows_for(group, head_dim, tile)
-    order = sorted(range(num_sequences), key=lambda i: -context.context_lens[i])
-    lens = [context.context_lens[i] for i in order]
-    order_S = torch.tensor(order, device=q_SHh.device)
-    lens_S = torch.tensor(lens, device=q_SHh.device)
-    tables_SB = context.block_tables_SB[order_S]
-
-    q_bMh = (q_SHh[order_S].float() * scale).view(-1, group, head_dim)
-    q_bMh = F.pad(q_bMh, (0, 0, 0, rows - group))
-    state = _State.fresh(q_bMh)
-    first = 0 if window is None else max(0, lens[-1] - window) // tile * tile
-    for start in range(first, lens[0], tile):
-        active = bisect.bisect_left(lens, -start, key=lambda n: -n)
-        seen_SK = _seen(lens_S[:active] - 1, start, tile, window)
-        k_SNKh, v_SNKh = _gather(kv, tables_SB[:active], start, tile)
-        # An unwritten slot may hold anything, even NaN, which a weight of 0 would not silence.
-        v_SNKh.masked_fill_(~seen_SK[:, None, :, None], 0.0)
-        batch = active * num_kv_heads
-        state.first(batch).add_tile(
-            q_bMh[:batch],
-            k_SNKh.flatten(0, 1),
-            v_SNKh.flatten(0, 1),
-            seen_SK.repeat_interleave(num_kv_heads, 0)[:, None],
-        )
-    out = torch.empty_like(q_SHh)
-    out[order_S] = state.result()[:, :group].reshape(q_SHh.shape).to(q_SHh.dtype)
-    return out
-
-
-def _prefill(
+def paged_attention_triton(
     q_THh: Tensor,
     kv: LayerKV,
     context: StepContext,
-    sequence: int,
+    *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """The chunk of one sequence, in tiles of up to QUERY_ROWS rows; T is its length here."""
     num_tokens, num_heads, head_dim = q_THh.shape
     num_kv_heads = kv.keys_BsNh.shape[2]
-    group, tile = num_heads // num_kv_heads, _key_tile(context.block_size)
-    length = context.context_lens[sequence]
-    table_SB = context.block_tables_SB[sequence : sequence + 1]
-    span = -(-length // tile) * tile
-    k_NKh, v_NKh = (x[0] for x in _gather(kv, table_SB, 0, span))
-    v_NKh[:, length:] = 0.0
-    out = torch.empty_like(q_THh)
-    assert group <= QUERY_ROWS
-    step = QUERY_ROWS // group
-    for row in range(0, num_tokens, step):
-        q = q_THh[row : row + step].float() * scale
-        count = q.shape[0]
-        rows = _rows_for(count * group, head_dim, tile)
-        q_NMh = q.unflatten(1, (num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
-        q_NMh = F.pad(q_NMh, (0, 0, 0, rows - count * group))
-        state = _State.fresh(q_NMh)
-        position = length - num_tokens + row
-        # Padding rows take the positions that would come next.
-        positions_M = position + torch.arange(rows, device=q.device) // group
-        first = 0 if window is None else max(0, position - window + 1) // tile * tile
-        for start in range(first, position + count, tile):
-            inside = start + tile <= position + 1 and window is None
-            seen = None if inside else _seen(positions_M, start, tile, window)
-            keys = slice(start, start + tile)
-            state.add_tile(q_NMh, k_NKh[:, keys], v_NKh[:, keys], seen)
-        result = state.result()[:, : count * group].unflatten(1, (count, group))
-        out[row : row + count] = result.transpose(0, 1).flatten(1, 2).to(q_THh.dtype)
-    return out
+    assert num_heads % num_kv_heads == 0 and q_THh.stride(2) == 1
+    assert kv.keys_BsNh.stride() == kv.values_BsNh.stride() and kv.keys_BsNh.stride(3) == 1
+    # Rows of padded sequences have no work, and must not keep what was in memory before.
+    make = torch.empty if context.num_valid_1 is None else torch.zeros
+    out_THh = make(q_THh.shape, dtype=q_THh.dtype, device=q_THh.device)
+    if num_tokens == 0:
+        return out_THh
+    tiles = attention_tiles(
+        target_of(q_THh), head_dim, q_THh.element_size(), kv.keys_BsNh.element_size()
+    )
+    work = context.work(tiles.cut(num_heads // num_kv_heads))
+    call = _Call.of(q_THh, kv, context.block_tables_SB, tiles, window)
+    ends = (None if sinks_H is None else sinks_H.contiguous(), kv.value_scale)
+    scales = _scales(scale * kv.key_scale, soft_cap)
+    # Little of a short window would be left to share.
+    is_split = window is None or window > 2 * tiles.split
+    if is_split:
+        _attend_by_splits(call, work, scales, out_THh, ends)
+    call.launch(_whole_kernel, work.blocks_Q4, work, scales, out_THh, *ends, SKIPS_SPLIT=is_split)
+    return out_THh
 
 
-def _seen(positions: Tensor, start: int, tile: int, window: int | None) -> Tensor:
-    """[rows, K] bool: may the query at `positions` look at key positions start .. start + tile."""
-    keys_K = torch.arange(start, start + tile, device=positions.device)
-    seen = keys_K <= positions[:, None]
-    if window is not None:
-        seen &= keys_K > positions[:, None] - window
-    return seen
+paged_attention = by_device(paged_attention_triton, paged_attention_torch)
 
 
-def _gather(kv: LayerKV, tables_SB: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions start .. start + length as fp32 [S, N, length, h], contiguous.
+class _Scales(NamedTuple):
+    """What scores are multiplied by: before tanh, 0 without a soft cap; and to powers of two."""
 
-    Positions past a table's end repeat block 0: the caller masks them.
-    """
-    block_size = kv.keys_BsNh.shape[1]
-    first, last = start // block_size, (start + length) // block_size
-    blocks_SB = tables_SB[:, first:last]
-    blocks_SB = F.pad(blocks_SB, (0, last - first - blocks_SB.shape[1]))
-    num_sequences, num_blocks = blocks_SB.shape
-    gathered = []
-    for pool in (kv.keys_BsNh, kv.values_BsNh):
-        rows = pool.index_select(0, blocks_SB.flatten())
-        rows = rows.view(num_sequences, num_blocks * block_size, *pool.shape[2:]).transpose(1, 2)
-        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        gathered.append(out.copy_(rows))
-    return gathered[0], gathered[1]
+    first: float
+    second: float
 
 
-def _key_tile(block_size: int) -> int:
-    """Whole blocks, at least KEY_TILE keys where blocks are smaller than that."""
-    return block_size * max(1, KEY_TILE // block_size)
+def _scales(scale: float, soft_cap: float | None) -> _Scales:
+    if soft_cap is None:
+        return _Scales(0.0, scale * _LOG2_E)
+    return _Scales(2.0 * scale * _LOG2_E / soft_cap, soft_cap * _LOG2_E)
 
 
-def _rows_for(num_rows: int, head_dim: int, tile: int) -> int:
-    """The least row count of a product that takes the rows."""
-    return next(
-        rows for rows in _row_counts(head_dim, tile, torch.get_num_threads()) if rows >= num_rows
+class _Call(NamedTuple):
+    """What both kernels that attend are given."""
+
+    inputs: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    num_programs: int
+    # Kv heads times the parts of a group that has more heads than a product has rows.
+    num_heads: int
+    constants: dict[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        q_THh: Tensor,
+        kv: LayerKV,
+        tables_SB: Tensor,
+        tiles: AttentionTiles,
+        window: int | None,
+    ) -> _Call:
+        _, num_heads, head_dim = q_THh.shape
+        _, block_size, num_kv_heads, _ = kv.keys_BsNh.shape
+        target, group = target_of(q_THh), num_heads // num_kv_heads
+        pools = [_readable(pool, target) for pool in (kv.keys_BsNh, kv.values_BsNh)]
+        return cls(
+            inputs=(q_THh, *pools, tables_SB),
+            strides=(*q_THh.stride()[:2], *pools[0].stride()[:3], tables_SB.stride(0)),
+            num_programs=target.num_processors * tiles.programs,
+            num_heads=num_kv_heads * triton.cdiv(group, tiles.rows),
+            constants={
+                "GROUP": group,
+                "NUM_HEADS": num_heads,
+                "HEAD_DIM": head_dim,
+                "COLUMNS": max(16, power_of_two(head_dim)),
+                "BLOCK_SIZE": block_size,
+                "WINDOW": window or 0,
+                "ROWS": tiles.rows,
+                "KEYS": tiles.keys,
+                "SPLIT": tiles.split,
+                "STAGES": tiles.num_stages,
+                "num_warps": tiles.num_warps,
+            },
+        )
+
+    def launch(
+        self,
+        kernel: Any,
+        items: Tensor,
+        work: AttentionWork,
+        scales: _Scales,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """As many programs as fit on the GPU, that share `items` for each head."""
+        num_items = items.shape[0] * self.num_heads
+        launch(
+            kernel,
+            (min(self.num_programs, num_items),),
+            *self.inputs,
+            *self.strides,
+            work.counts_4,
+            items,
+            *scales,
+            *rest,
+            **self.constants,
+            HAS_CAP=scales.first != 0.0,
+            **more,
+        )
+
+
+def _attend_by_splits(
+    call: _Call,
+    work: AttentionWork,
+    scales: _Scales,
+    out_THh: Tensor,
+    ends: tuple[Tensor | None, float],
+) -> None:
+    """The blocks that the plan splits: a program a split, then one that merges a token's splits."""
+    _, num_heads, head_dim = out_THh.shape
+    states_2PH = out_THh.new_empty(2, MAX_PARTS, num_heads, dtype=torch.float32)
+    values_PHh = out_THh.new_empty(MAX_PARTS, num_heads, head_dim, dtype=torch.float32)
+    call.launch(_split_kernel, work.parts_I6, work, scales, states_2PH, values_PHh, PARTS=MAX_PARTS)
+    num_items = work.merges_M4.shape[0] * triton.cdiv(num_heads, _MERGED_HEADS)
+    names = ("NUM_HEADS", "HEAD_DIM", "COLUMNS", "WINDOW", "SPLIT")
+    launch(
+        _merge_kernel,
+        (min(call.num_programs * 4, num_items),),
+        states_2PH,
+        values_PHh,
+        work.counts_4,
+        work.merges_M4,
+        out_THh,
+        *ends,
+        **{name: call.constants[name] for name in names},
+        PARTS=MAX_PARTS,
+        HEADS=_MERGED_HEADS,
+        num_warps=4,
     )
 
 
-@functools.cache
-def _row_counts(head_dim: int, tile: int, threads: int) -> tuple[int, ...]:
-    """Row counts that give a row the bits that QUERY_ROWS rows would, ascending; the last is that.
+def _readable(pool: Tensor, target: Target) -> Tensor:
+    """Bytes where the target has no e4m3."""
+    is_fp8 = pool.dtype == torch.float8_e4m3fn
+    return pool.view(torch.uint8) if is_fp8 and not target.has_fp8 else pool
 
-    BLAS may sum in another order for few rows. Found by trying, on random data, alone and in
-    company.
-    """
-    rng = torch.Generator().manual_seed(0)
-    q = torch.randn(3, QUERY_ROWS, head_dim, generator=rng)
-    k = torch.randn(3, tile, head_dim, generator=rng)
-    v = torch.randn(3, tile, head_dim, generator=rng)
-    weights = torch.rand(3, QUERY_ROWS, tile, generator=rng)
-    scores, values = torch.bmm(q, k.transpose(1, 2)), torch.bmm(weights, v)
 
-    def agrees(rows: int) -> bool:
-        return all(
-            torch.equal(torch.bmm(q[:b, :rows].contiguous(), k[:b].mT), scores[:b, :rows])
-            and torch.equal(torch.bmm(weights[:b, :rows].contiguous(), v[:b]), values[:b, :rows])
-            for b in (1, 3)
+@triton.jit
+def _load_block(item_ptr):
+    """(sequence, first row of T, tokens, position of the first)."""
+    return tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+
+
+@triton.jit
+def _place_rows(head, count, GROUP: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """What each row of a product is: (token of the block, query head, is it there)."""
+    HEADS: tl.constexpr = min(GROUP, ROWS)
+    rows = tl.arange(0, ROWS)
+    in_group = head % CHUNKS * HEADS + rows % HEADS
+    tokens = rows // HEADS
+    valid = (tokens < count) & (in_group < GROUP)
+    # Rows that are not there look where the last one does.
+    return tl.minimum(tokens, count - 1), head // CHUNKS * GROUP + in_group, valid
+
+
+@triton.jit
+def _load_tile(
+    start, low, high, table_ptr, k_ptr, v_ptr, block_stride, slot_stride,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of the positions from `start` on; zero outside low ... high - 1."""
+    lanes = tl.arange(0, KEYS)
+    ahead = start + lanes
+    blocks = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(tl.int64)
+    # Not written with `ahead`: the table is read some tiles before the rest, and what both share
+    # would be kept in registers all that time.
+    inside = (lanes >= low - start) & (lanes < high - start)
+    slots = blocks * block_stride + (start % BLOCK_SIZE + lanes) % BLOCK_SIZE * slot_stride
+    columns = tl.arange(0, COLUMNS)
+    mask = inside[:, None] & (columns < HEAD_DIM)[None, :]
+    offsets = slots[:, None] + columns[None, :]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    return k, tl.load(v_ptr + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr,
+    q_stride, q_head_stride, block_stride, slot_stride, head_stride, table_stride,
+    counts_ptr, items_ptr, first_scale, scale, states_ptr, values_ptr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A block's state after one split alone, into its rows of the workspace."""
+    CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    NUM_UNITS: tl.constexpr = NUM_HEADS // GROUP * CHUNKS
+    columns = tl.arange(0, COLUMNS)
+    inside_head = columns < HEAD_DIM
+    num_units = tl.load(counts_ptr + 2) * NUM_UNITS
+    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
+        item_ptr = items_ptr + unit // NUM_UNITS * 6
+        sequence, row, count, position = _load_block(item_ptr)
+        split = tl.load(item_ptr + 4)
+        slot = tl.load(item_ptr + 5)
+        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        mask = valid[:, None] & inside_head[None, :]
+        q_rows = (row + tokens).to(tl.int64) * q_stride + heads * q_head_stride
+        q = tl.load(q_ptr + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+        kv_head = unit % NUM_UNITS // CHUNKS * head_stride
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+
+        low = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+        high = tl.minimum(position + count, split * SPLIT + SPLIT)
+        last = position + count - 1
+        maximum, total, values = no_keys(ROWS, COLUMNS)
+        first_tile = tl.maximum(split * SPLIT, low // KEYS * KEYS)
+        for start in tl.range(first_tile, high, KEYS, num_stages=STAGES, disable_licm=True):
+            k, v = _load_tile(
+                start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
+                block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
+            )  # fmt: skip
+            is_edge = start + KEYS > position + 1
+            if WINDOW > 0:
+                is_edge |= start <= last - WINDOW
+            maximum, total, values = add_keys(
+                maximum, total, values, q, k, v, first_scale, scale,
+                position + tokens, start, is_edge, WINDOW, HAS_CAP,
+            )  # fmt: skip
+
+        parts = (slot + tokens) * NUM_HEADS + heads
+        tl.store(states_ptr + parts, maximum, mask=valid)
+        tl.store(states_ptr + PARTS * NUM_HEADS + parts, total, mask=valid)
+        offsets = parts.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(values_ptr + offsets, values, mask=mask)
+
+
+@triton.jit
+def _whole_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr,
+    q_stride, q_head_stride, block_stride, slot_stride, head_stride, table_stride,
+    counts_ptr, items_ptr, first_scale, scale, out_ptr, sinks_ptr, value_scale,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SKIPS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """All splits of a block, one after the other."""
+    CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    NUM_UNITS: tl.constexpr = NUM_HEADS // GROUP * CHUNKS
+    columns = tl.arange(0, COLUMNS)
+    inside_head = columns < HEAD_DIM
+    first_unit = tl.load(counts_ptr) * NUM_UNITS if SKIPS_SPLIT else 0
+    num_units = tl.load(counts_ptr + 1) * NUM_UNITS
+    for unit in tl.range(first_unit + tl.program_id(0), num_units, tl.num_programs(0)):
+        sequence, row, count, position = _load_block(items_ptr + unit // NUM_UNITS * 4)
+        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        mask = valid[:, None] & inside_head[None, :]
+        q_rows = (row + tokens).to(tl.int64) * q_stride + heads * q_head_stride
+        q = tl.load(q_ptr + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+        kv_head = unit % NUM_UNITS // CHUNKS * head_stride
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+
+        low = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+        high = position + count
+        all_maximum, all_total, all_values = nothing_but_sinks(
+            sinks_ptr, heads, valid, ROWS, COLUMNS
+        )
+        maximum, total, values = no_keys(ROWS, COLUMNS)
+        for start in tl.range(low // KEYS * KEYS, high, KEYS, num_stages=STAGES, disable_licm=True):
+            k, v = _load_tile(
+                start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
+                block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
+            )  # fmt: skip
+            is_edge = start + KEYS > position + 1
+            if WINDOW > 0:
+                is_edge |= start < high - WINDOW
+            maximum, total, values = add_keys(
+                maximum, total, values, q, k, v, first_scale, scale,
+                position + tokens, start, is_edge, WINDOW, HAS_CAP,
+            )  # fmt: skip
+            if (start + KEYS) % SPLIT == 0:
+                all_maximum, all_total, all_values = merge(
+                    all_maximum, all_total, all_values, maximum, total, values
+                )
+                maximum, total, values = no_keys(ROWS, COLUMNS)
+        all_maximum, all_total, all_values = merge(
+            all_maximum, all_total, all_values, maximum, total, values
         )
 
-    return (*(rows for rows in _ROW_COUNTS if agrees(rows)), QUERY_ROWS)
+        # The same numbers, from memory once more: else they are kept in registers all the while.
+        unit += tl.load(counts_ptr + 1) * NUM_UNITS - num_units
+        sequence, row, count, position = _load_block(items_ptr + unit // NUM_UNITS * 4)
+        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        mask = valid[:, None] & inside_head[None, :]
+        rows = (row + tokens).to(tl.int64) * NUM_HEADS + heads
+        out = attended(all_total, all_values, value_scale).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * HEAD_DIM + columns[None, :], out, mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    states_ptr, values_ptr, counts_ptr, items_ptr, out_ptr, sinks_ptr, value_scale,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The splits of a token, in ascending order."""
+    NUM_UNITS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    columns = tl.arange(0, COLUMNS)
+    num_units = tl.load(counts_ptr + 3) * NUM_UNITS
+    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
+        row, position, slot, stride = _load_block(items_ptr + unit // NUM_UNITS * 4)
+        heads = unit % NUM_UNITS * HEADS + tl.arange(0, HEADS)
+        valid = heads < NUM_HEADS
+        mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
+        maximum, total, values = nothing_but_sinks(sinks_ptr, heads, valid, HEADS, COLUMNS)
+        first = tl.maximum(position - WINDOW + 1, 0) // SPLIT if WINDOW > 0 else 0
+        for split in tl.range(first, position // SPLIT + 1, num_stages=3):
+            parts = (slot + split * stride) * NUM_HEADS + heads
+            offsets = parts.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+            maximum, total, values = merge(
+                maximum,
+                total,
+                values,
+                tl.load(states_ptr + parts, mask=valid, other=0.0),
+                tl.load(states_ptr + PARTS * NUM_HEADS + parts, mask=valid, other=1.0),
+                tl.load(values_ptr + offsets, mask=mask, other=0.0),
+            )
+        rows = row.to(tl.int64) * NUM_HEADS + heads
+        out = attended(total, values, value_scale).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * HEAD_DIM + columns[None, :], out, mask=mask)
