@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_serve.errors import LogitsError, NoTokenLeftError
-from moe_serve.kernels.sampling import fixed_point_weights, keep_min_p, keep_top, pick
+from moe_serve.kernels.sampling import fixed_point_weights, keep_top, pick
 from moe_serve.logit_edits import SamplingRow, edit_logits
 from moe_serve.logprobs import token_logprobs
 from moe_serve.messages import TokenLogprobs
@@ -118,14 +118,19 @@ def _sample(
     )
     weights_RV = _filter(weights_RV, logits_RV, chosen)
     uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in chosen]
-    ids_R = pick(weights_RV, _column(logits_SV, uniforms, torch.float64))
+    min_ps = [row.params.min_p for row in chosen]
+    ids_R = pick(
+        weights_RV,
+        _column(logits_SV, uniforms, torch.float64),
+        _column(logits_SV, min_ps, torch.float64) if any(min_ps) else None,
+    )
     ids_S[to_device(who, torch.int64, ids_S.device)] = ids_R
 
 
 def _filter(
     weights_RV: torch.Tensor, logits_RV: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> torch.Tensor:
-    """Zero what top-k, top-p and min-p drop. Rows without top-k and top-p are not sorted."""
+    """Zero what top-k and top-p drop. Rows without either are not sorted."""
     vocab_size = logits_RV.shape[1]
     top_ks = [_effective_top_k(row.params.top_k, vocab_size) for row in rows]
     who = [
@@ -139,9 +144,6 @@ def _filter(
         weights_RV[to_device(who, torch.int64, weights_RV.device)] = keep_top(
             _rows_of(weights_RV, who), _rows_of(logits_RV, who), top_k, top_p.squeeze(-1)
         )
-    if any(row.params.min_p for row in rows):
-        min_ps = [row.params.min_p for row in rows]
-        weights_RV = keep_min_p(weights_RV, _column(logits_RV, min_ps, torch.float64))
     return weights_RV
 
 
