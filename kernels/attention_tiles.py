@@ -34,8 +34,8 @@ class AttentionTiles(NamedTuple):
         return Cut(query_tokens=max(1, self.rows // group), split=self.split)
 
 
-def attention_tiles(target: Target, head_dim: int, size: int, pool_size: int) -> AttentionTiles:
-    """Bytes of a query's number and of a key's. Never by the batch: see paged_attention."""
+def attention_tiles(target: Target, head_dim: int, size: int) -> AttentionTiles:
+    """`size`: bytes of a number. Never by the batch: see paged_attention."""
     if target.name == "interpreter":
         # Small, so that small tests meet several splits and tiles.
         return AttentionTiles(16, 32, 64, num_warps=4, num_stages=1, programs=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,54 +91,67 @@ def plan_attention(
     8 and a prompt of 3, gives blocks (0, 0, 1, 8), (1, 3, 1, 2) and (1, 1, 2, 0), of which the
     first is split into 3 parts, which are merged for row 0.
     """
-    blocks_Q4 = _blocks(query_starts, context_lens, cut.query_tokens)
-    tokens_Q = blocks_Q4[:, 2]
-    keys_Q = blocks_Q4[:, 3] + tokens_Q
-    blocks_Q4, keys_Q = (
-        x[keys_Q.argsort(descending=True, stable=True)] for x in (blocks_Q4, keys_Q)
-    )
+    blocks_Q4 = _blocks(_array(query_starts), _array(context_lens), cut.query_tokens)
+    keys_Q = blocks_Q4[:, 3] + blocks_Q4[:, 2]
+    order_Q = (-keys_Q).argsort(kind="stable")
+    blocks_Q4, keys_Q = blocks_Q4[order_Q], keys_Q[order_Q]
     splits_Q = (keys_Q + cut.split - 1) // cut.split
-    ends_Q = (splits_Q * blocks_Q4[:, 2]).cumsum(0)
+    ends_Q = (splits_Q * blocks_Q4[:, 2]).cumsum()
     wanted_Q = (splits_Q > 1) & (keys_Q * _FAIR_SHARE > keys_Q.sum()) & (ends_Q <= MAX_PARTS)
     # A prefix of the blocks: a later one of fewer tokens might fit where an earlier one did not.
-    num_split = int(wanted_Q.int().cumprod(0).sum())
+    num_split = int(wanted_Q.cumprod().sum())
     parts_I6, merges_M4 = _parts(blocks_Q4[:num_split], splits_Q[:num_split])
     counts = [num_split, len(blocks_Q4), len(parts_I6), len(merges_M4)]
     return AttentionWork(
         counts_4=torch.tensor(counts, dtype=torch.int32),
-        blocks_Q4=blocks_Q4.int(),
-        parts_I6=parts_I6.int(),
-        merges_M4=merges_M4.int(),
+        blocks_Q4=torch.from_numpy(blocks_Q4).int(),
+        parts_I6=torch.from_numpy(parts_I6).int(),
+        merges_M4=torch.from_numpy(merges_M4).int(),
     )
 
 
-def _blocks(query_starts: Sequence[int], context_lens: Sequence[int], query_tokens: int) -> Tensor:
-    """[Q, 4] int64, in the order of T."""
-    starts_S1 = torch.tensor(query_starts, dtype=torch.int64)
-    lens_S = torch.tensor(context_lens, dtype=torch.int64)
-    tokens_S = starts_S1.diff()
-    sequence_Q, first_Q = _counted(((tokens_S + query_tokens - 1) // query_tokens) * (lens_S > 0))
+# Those of NumPy, which torch hands out: many small steps take them half the time.
+_Array = Any
+
+
+def _array(values: Sequence[int]) -> _Array:
+    return torch.tensor(values, dtype=torch.int64).numpy()
+
+
+def _table(num_rows: int, columns: Sequence[_Array]) -> _Array:
+    table = torch.empty(num_rows, len(columns), dtype=torch.int64).numpy()
+    for number, column in enumerate(columns):
+        table[:, number] = column
+    return table
+
+
+def _blocks(starts_S1: _Array, lens_S: _Array, query_tokens: int) -> _Array:
+    """[Q, 4], in the order of T."""
+    tokens_S = starts_S1[1:] - starts_S1[:-1]
+    counts_S = (tokens_S + query_tokens - 1) // query_tokens * (lens_S > 0)
+    sequence_Q, first_Q = _counted(counts_S)
     first_Q = first_Q * query_tokens
-    tokens_Q = (tokens_S[sequence_Q] - first_Q).clamp(max=query_tokens)
+    tokens_Q = (tokens_S[sequence_Q] - first_Q).clip(max=query_tokens)
     position_Q = (lens_S - tokens_S)[sequence_Q] + first_Q
-    return torch.stack([sequence_Q, starts_S1[sequence_Q] + first_Q, tokens_Q, position_Q], 1)
+    columns = (sequence_Q, starts_S1[sequence_Q] + first_Q, tokens_Q, position_Q)
+    return _table(len(sequence_Q), columns)
 
 
-def _parts(blocks_Q4: Tensor, splits_Q: Tensor) -> tuple[Tensor, Tensor]:
+def _parts(blocks_Q4: _Array, splits_Q: _Array) -> tuple[_Array, _Array]:
     """`parts_I6` and `merges_M4` of the blocks that are split."""
     tokens_Q = blocks_Q4[:, 2]
     rows_Q = splits_Q * tokens_Q
-    slots_Q = rows_Q.cumsum(0) - rows_Q
+    slots_Q = rows_Q.cumsum() - rows_Q
     block_I, split_I = _counted(splits_Q)
     slot_I = slots_Q[block_I] + split_I * tokens_Q[block_I]
-    parts_I6 = torch.cat([blocks_Q4[block_I], split_I[:, None], slot_I[:, None]], 1)
+    parts_I6 = _table(len(block_I), (*blocks_Q4[block_I].T, split_I, slot_I))
     block_M, token_M = _counted(tokens_Q)
-    _, row_M, stride_M, position_M = blocks_Q4[block_M].unbind(1)
-    columns = [row_M + token_M, position_M + token_M, slots_Q[block_M] + token_M, stride_M]
-    return parts_I6, torch.stack(columns, 1)
+    _, row_M, stride_M, position_M = blocks_Q4[block_M].T
+    columns = (row_M + token_M, position_M + token_M, slots_Q[block_M] + token_M, stride_M)
+    return parts_I6, _table(len(block_M), columns)
 
 
-def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _counted(counts: _Array) -> tuple[_Array, _Array]:
     """Counts (2, 0, 3) -> whose (0, 0, 2, 2, 2), and which (0, 1, 0, 1, 2)."""
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    owner = torch.arange(len(counts)).numpy().repeat(counts)
+    return owner, torch.arange(len(owner)).numpy() - (counts.cumsum() - counts)[owner]

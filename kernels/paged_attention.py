@@ -59,9 +59,7 @@ def paged_attention_triton(
     out_THh = make(q_THh.shape, dtype=q_THh.dtype, device=q_THh.device)
     if num_tokens == 0:
         return out_THh
-    tiles = attention_tiles(
-        target_of(q_THh), head_dim, q_THh.element_size(), kv.keys_BsNh.element_size()
-    )
+    tiles = attention_tiles(target_of(q_THh), head_dim, q_THh.element_size())
     work = context.work(tiles.cut(num_heads // num_kv_heads))
     call = _Call.of(q_THh, kv, context.block_tables_SB, tiles, window)
     ends = (None if sinks_H is None else sinks_H.contiguous(), kv.value_scale)
@@ -168,6 +166,8 @@ def _attend_by_splits(
 ) -> None:
     """The blocks that the plan splits: a program a split, then one that merges a token's splits."""
     _, num_heads, head_dim = out_THh.shape
+    if not len(work.parts_I6):
+        return
     states_2PH = out_THh.new_empty(2, MAX_PARTS, num_heads, dtype=torch.float32)
     values_PHh = out_THh.new_empty(MAX_PARTS, num_heads, head_dim, dtype=torch.float32)
     call.launch(_split_kernel, work.parts_I6, work, scales, states_2PH, values_PHh, PARTS=MAX_PARTS)
@@ -233,7 +233,8 @@ def _load_tile(
     return k, tl.load(v_ptr + offsets, mask=mask, other=0.0)
 
 
-@triton.jit
+# The width of the tables changes from step to step.
+@triton.jit(do_not_specialize=["table_stride"])
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr,
     q_stride, q_head_stride, block_stride, slot_stride, head_stride, table_stride,
@@ -285,7 +286,7 @@ def _split_kernel(
         tl.store(values_ptr + offsets, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _whole_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr,
     q_stride, q_head_stride, block_stride, slot_stride, head_stride, table_stride,

@@ -225,7 +225,7 @@ def test_kernels_read_a_pool_of_fp8(device: torch.device, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "rules"),
     [
-        (4, 1, 64, torch.float16, {}),
+        (2, 1, 64, torch.float16, {}),
         (3, 1, 20, torch.float32, {"has_sinks": True, "window": 9}),
         (2, 1, 32, torch.float32, {"window": 150, "soft_cap": 3.0}),
     ],
