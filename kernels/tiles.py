@@ -139,7 +139,8 @@ def _tiles(
 ) -> GemmTiles:
     block_k = {"16-bit": 64, "fp32": 16, "fp8": 128, "mxfp4": 64}[operands]
     if num_warps is None:
-        sums_of_4_warps = 64 * 64 if operands == "fp8" and target.name != "sm_90" else 128 * 64
+        few = operands in ("fp8", "mxfp4") and target.name != "sm_90"
+        sums_of_4_warps = 64 * 64 if few else 128 * 64
         num_warps = 8 if block_m * block_n * (1 + is_gated) > sums_of_4_warps else 4
     step = stage_bytes(operands, block_m, block_n, block_k, is_gated)
     # As weights are multiplied, once more.
