@@ -160,7 +160,8 @@ def _mxfp4_values(bytes_NK, scales_ptr, rows_N, k, width, dtype: tl.constexpr):
         mask=(blocks < width // 32)[None, :],
         other=1,
     )
-    scales = tl.clamp(scales.to(tl.int32), 1, 252)[:, :, None]
+    # Not clamp: Triton 3.6 has it for floats only.
+    scales = tl.minimum(tl.maximum(scales.to(tl.int32), 1), 252)[:, :, None]
     even, odd = decode_e2m1(codes, scales, dtype), decode_e2m1(codes >> 4, scales, dtype)
     return tl.join(even, odd).reshape(BLOCK_N, BLOCKS * 32)
 

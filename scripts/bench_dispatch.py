@@ -114,12 +114,11 @@ class TorchDispatcher:
         self.group.bytes_sent += packed.nbytes * (self.group.size - 1)
         x_ND, weights_NK, ids_NK = unpack(gathered, *((p.shape[1], p.dtype) for p in parts))
         permutation = permute(self.index_of_E[ids_NK.long()], self.num_local)
-        counts = permutation.counts_E.tolist()
-        order_R = permutation.order_R[: sum(counts)]
+        order_R = permutation.order_R[: int(permutation.counts_E.sum())]
         token_R = order_R // ids_NK.shape[1]
         return TorchDispatched(
             rows_RD=x_ND.index_select(0, token_R),
-            counts=counts,
+            counts_E=permutation.counts_E,
             token_R=token_R,
             weights_R=weights_NK.flatten()[order_R],
             num_tokens=len(x_ND),
@@ -185,7 +184,7 @@ def measure(group: RankGroup, setting: Setting) -> list[str]:
         def call() -> Tensor:
             dispatched = path.dispatcher.dispatch(x_TD, routing, setting.num_tokens)
             rows_RD = dispatched.rows_RD
-            results = bank(rows_RD, dispatched.counts) if with_experts else rows_RD
+            results = bank(rows_RD, dispatched.counts_E) if with_experts else rows_RD
             return path.dispatcher.combine(results, dispatched)
 
         return call
