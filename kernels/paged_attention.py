@@ -28,6 +28,7 @@ from moe_serve.kernels.online_softmax import (
     no_keys,
     nothing_but_sinks,
 )
+from moe_serve.kernels.paged_addresses import load_block, load_tile, place_rows
 from moe_serve.kernels.paged_attention_twin import paged_attention_torch
 from moe_serve.kernels.row_tiles import power_of_two
 from moe_serve.kernels.targets import Target
@@ -195,44 +196,6 @@ def _readable(pool: Tensor, target: Target) -> Tensor:
     return pool.view(torch.uint8) if is_fp8 and not target.has_fp8 else pool
 
 
-@triton.jit
-def _load_block(item_ptr):
-    """(sequence, first row of T, tokens, position of the first)."""
-    return tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-
-
-@triton.jit
-def _place_rows(head, count, GROUP: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
-    """What each row of a product is: (token of the block, query head, is it there)."""
-    HEADS: tl.constexpr = min(GROUP, ROWS)
-    rows = tl.arange(0, ROWS)
-    in_group = head % CHUNKS * HEADS + rows % HEADS
-    tokens = rows // HEADS
-    valid = (tokens < count) & (in_group < GROUP)
-    # Rows that are not there look where the last one does.
-    return tl.minimum(tokens, count - 1), head // CHUNKS * GROUP + in_group, valid
-
-
-@triton.jit
-def _load_tile(
-    start, low, high, table_ptr, k_ptr, v_ptr, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of the positions from `start` on; zero outside low ... high - 1."""
-    lanes = tl.arange(0, KEYS)
-    ahead = start + lanes
-    blocks = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < high, other=0).to(tl.int64)
-    # Not written with `ahead`: the table is read some tiles before the rest, and what both share
-    # would be kept in registers all that time.
-    inside = (lanes >= low - start) & (lanes < high - start)
-    slots = blocks * block_stride + (start % BLOCK_SIZE + lanes) % BLOCK_SIZE * slot_stride
-    columns = tl.arange(0, COLUMNS)
-    mask = inside[:, None] & (columns < HEAD_DIM)[None, :]
-    offsets = slots[:, None] + columns[None, :]
-    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-    return k, tl.load(v_ptr + offsets, mask=mask, other=0.0)
-
-
 # The width of the tables changes from step to step.
 @triton.jit(do_not_specialize=["table_stride"])
 def _split_kernel(
@@ -251,10 +214,10 @@ def _split_kernel(
     num_units = tl.load(counts_ptr + 2) * NUM_UNITS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
         item_ptr = items_ptr + unit // NUM_UNITS * 6
-        sequence, row, count, position = _load_block(item_ptr)
+        sequence, row, count, position = load_block(item_ptr)
         split = tl.load(item_ptr + 4)
         slot = tl.load(item_ptr + 5)
-        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        tokens, heads, valid = place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
         mask = valid[:, None] & inside_head[None, :]
         q_rows = (row + tokens).to(tl.int64) * q_stride + heads * q_head_stride
         q = tl.load(q_ptr + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -267,7 +230,7 @@ def _split_kernel(
         maximum, total, values = no_keys(ROWS, COLUMNS)
         first_tile = tl.maximum(split * SPLIT, low // KEYS * KEYS)
         for start in tl.range(first_tile, high, KEYS, num_stages=STAGES, disable_licm=True):
-            k, v = _load_tile(
+            k, v = load_tile(
                 start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
                 block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
             )  # fmt: skip
@@ -303,8 +266,8 @@ def _whole_kernel(
     first_unit = tl.load(counts_ptr) * NUM_UNITS if SKIPS_SPLIT else 0
     num_units = tl.load(counts_ptr + 1) * NUM_UNITS
     for unit in tl.range(first_unit + tl.program_id(0), num_units, tl.num_programs(0)):
-        sequence, row, count, position = _load_block(items_ptr + unit // NUM_UNITS * 4)
-        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        sequence, row, count, position = load_block(items_ptr + unit // NUM_UNITS * 4)
+        tokens, heads, valid = place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
         mask = valid[:, None] & inside_head[None, :]
         q_rows = (row + tokens).to(tl.int64) * q_stride + heads * q_head_stride
         q = tl.load(q_ptr + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -318,7 +281,7 @@ def _whole_kernel(
         )
         maximum, total, values = no_keys(ROWS, COLUMNS)
         for start in tl.range(low // KEYS * KEYS, high, KEYS, num_stages=STAGES, disable_licm=True):
-            k, v = _load_tile(
+            k, v = load_tile(
                 start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
                 block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
             )  # fmt: skip
@@ -340,8 +303,8 @@ def _whole_kernel(
 
         # The same numbers, from memory once more: else they are kept in registers all the while.
         unit += tl.load(counts_ptr + 1) * NUM_UNITS - num_units
-        sequence, row, count, position = _load_block(items_ptr + unit // NUM_UNITS * 4)
-        tokens, heads, valid = _place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
+        sequence, row, count, position = load_block(items_ptr + unit // NUM_UNITS * 4)
+        tokens, heads, valid = place_rows(unit % NUM_UNITS, count, GROUP, ROWS, CHUNKS)
         mask = valid[:, None] & inside_head[None, :]
         rows = (row + tokens).to(tl.int64) * NUM_HEADS + heads
         out = attended(all_total, all_values, value_scale).to(out_ptr.dtype.element_ty)
@@ -359,7 +322,7 @@ def _merge_kernel(
     columns = tl.arange(0, COLUMNS)
     num_units = tl.load(counts_ptr + 3) * NUM_UNITS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
-        row, position, slot, stride = _load_block(items_ptr + unit // NUM_UNITS * 4)
+        row, position, slot, stride = load_block(items_ptr + unit // NUM_UNITS * 4)
         heads = unit % NUM_UNITS * HEADS + tl.arange(0, HEADS)
         valid = heads < NUM_HEADS
         mask = valid[:, None] & (columns < HEAD_DIM)[None, :]
