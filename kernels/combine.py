@@ -18,9 +18,11 @@ def weigh_slots_torch(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     expert, rank or replica a row came from. A slot of weight 0 adds 0, whatever stands in it: it
     may be memory that nobody wrote.
     """
-    out_TD = _term(slots_TKD, weights_TK, 0)
+    if int(weights_TK.count_nonzero()) < weights_TK.numel():
+        slots_TKD = slots_TKD.masked_fill((weights_TK == 0)[..., None], 0.0)
+    out_TD: Tensor = slots_TKD[:, 0].float() * weights_TK[:, :1]
     for slot in range(1, weights_TK.shape[1]):
-        out_TD = out_TD + _term(slots_TKD, weights_TK, slot)
+        out_TD = out_TD + slots_TKD[:, slot].float() * weights_TK[:, slot : slot + 1]
     return out_TD
 
 
@@ -35,11 +37,6 @@ def weigh_rows_torch(
     slots_TKD = rows_RD.index_select(0, inverse_R).view(num_tokens, top_k, rows_RD.shape[1])
     out_TD = weigh_slots_torch(slots_TKD, weights_TK).to(rows_RD.dtype)
     return out_TD if residual_TD is None else residual_TD + out_TD
-
-
-def _term(slots_TKD: Tensor, weights_TK: Tensor, slot: int) -> Tensor:
-    weights_T1 = weights_TK[:, slot : slot + 1]
-    return torch.where(weights_T1 == 0, 0.0, slots_TKD[:, slot].float() * weights_T1)
 
 
 def weigh_slots_triton(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from moe_serve.kernels.gemm import multiply
 from moe_serve.kernels.jit import by_device
-from moe_serve.kernels.linear import linear
-from moe_serve.kernels.quantization import Fp8Weight, Weight, quantize_rows
+from moe_serve.kernels.linear import linear_torch
+from moe_serve.kernels.quantization import Fp8Weight, Weight, quantize_rows_torch
 from moe_serve.kernels.silu_mul import gated_activation_torch
 
 # Shapes: R rows sorted by expert, D in, N out, E experts, F inner, G = 2F (gate rows first).
@@ -47,10 +47,11 @@ def grouped_gemm_torch(
 
 def _expert_product(x_RD: Tensor, weight: Weight, expert: int, bias_N: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
-        return linear(x_RD, weight[expert], bias_N)
-    rows_RD = quantize_rows(x_RD).dequantize() if isinstance(weight, Fp8Weight) else x_RD.float()
+        return linear_torch(x_RD, weight[expert], bias_N)
+    is_fp8 = isinstance(weight, Fp8Weight)
+    rows_RD = quantize_rows_torch(x_RD).dequantize() if is_fp8 else x_RD.float()
     bias_N = None if bias_N is None else bias_N.float()
-    return linear(rows_RD, weight.dequantize(expert), bias_N).to(x_RD.dtype)
+    return linear_torch(rows_RD, weight.dequantize(expert), bias_N).to(x_RD.dtype)
 
 
 def grouped_gemm_triton(

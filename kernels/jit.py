@@ -85,9 +85,8 @@ def by_device(on_gpu: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        is_twin = first.device.type == "cpu" and not _is_everywhere.get()
+        first: Any = args[0]
+        is_twin = first.is_cpu and not _is_everywhere.get()
         return (twin if is_twin else on_gpu)(*args, **kwargs)
 
     op.__name__ = op.__qualname__ = twin.__name__.removesuffix("_torch")

@@ -18,7 +18,7 @@ def kv_store_torch(k_TNh: Tensor, v_TNh: Tensor, kv: LayerKV, slots_T: Tensor) -
 
     Slots are distinct. A pool of e4m3 takes the nearest to x / scale, at most 448 either way.
     """
-    if (slots_T < 0).any():
+    if slots_T.numel() and int(slots_T.min()) < 0:
         kept = slots_T >= 0
         k_TNh, v_TNh, slots_T = k_TNh[kept], v_TNh[kept], slots_T[kept]
     for rows, pool, scale in (

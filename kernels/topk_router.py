@@ -53,12 +53,13 @@ def topk_router_torch(
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     if scale != 1.0:
         weights_TK = weights_TK * scale
-    is_valid_TK = torch.ones_like(ids_TK, dtype=torch.bool)
+    chosen_TK, times_TK = ids_TK, torch.ones_like(ids_TK)
     if num_valid_1 is not None:
-        is_valid_TK &= torch.arange(len(ids_TK), device=ids_TK.device)[:, None] < num_valid_1
-        ids_TK, weights_TK = ids_TK.where(is_valid_TK, -1), weights_TK.where(is_valid_TK, 0.0)
+        is_valid_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] < num_valid_1
+        times_TK = times_TK * is_valid_T1
+        ids_TK, weights_TK = ids_TK.where(is_valid_T1, -1), weights_TK.where(is_valid_T1, 0.0)
     if load_E is not None:
-        load_E.scatter_add_(0, ids_TK.clamp(min=0).flatten(), is_valid_TK.flatten().long())
+        load_E.scatter_add_(0, chosen_TK.flatten(), times_TK.flatten())
     return ids_TK, weights_TK
 
 
