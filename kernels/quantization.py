@@ -164,7 +164,7 @@ def _quantize_rows_kernel(
 def encode_e4m3(x):
     """fp32 -> the byte of the nearest e4m3, ties to even. By integers: not every GPU has the type.
 
-    What is larger than 448, or not a number, becomes 448.
+    What is larger than 448 becomes 448. What is not a number stays so.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
@@ -174,6 +174,7 @@ def encode_e4m3(x):
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     small = shifted.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, small, rounded - (120 << 3))
+    code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
@@ -183,6 +184,8 @@ def decode_e4m3(codes):
     codes = codes.to(tl.int16)
     # fp16's exponent has the bias 15, not 7: 2^8 makes up for it, also below the least normal one.
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    # The one code that is not a number.
+    bits = tl.where((codes & 0x7F) == 0x7F, 0x7E00, bits).to(tl.int16)
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 

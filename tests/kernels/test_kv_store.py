@@ -67,6 +67,16 @@ def test_rows_go_to_their_slots_and_padding_nowhere(
         assert torch.equal(pool.float().cpu().flatten(0, 1), plain)
 
 
+def test_damage_stays_visible_in_fp8(device: torch.device) -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = torch.tensor([[[nan, -nan, inf, -inf]]], device=device)
+    for store in (kv_store_triton, kv_store_torch):
+        kv = make_kv((1, 2, 1, 4), FP8, device)
+        store(rows, rows, kv, torch.tensor([1], device=device))
+        assert kv.keys_BsNh[0, 1, 0].isnan().tolist() == [True, True, False, False]
+        assert kv.keys_BsNh[0, 1, 0, 2:].tolist() == [448.0, -448.0]
+
+
 def test_fp8_saturates(device: torch.device) -> None:
     kv = make_kv((1, 2, 1, 4), FP8, device)
     rows = torch.tensor([[[1e9, -1e9, 23.0, 0.0]]], device=device)
