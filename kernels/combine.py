@@ -43,7 +43,8 @@ def weigh_slots_triton(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     num_tokens, top_k, width = slots_TKD.shape
     assert weights_TK.shape == (num_tokens, top_k)
     out_TD = slots_TKD.new_empty(num_tokens, width, dtype=torch.float32)
-    _launch(slots_TKD, slots_TKD.stride(), None, weights_TK, None, out_TD)
+    # Between ranks, weights travel as columns of wider rows.
+    _launch(slots_TKD, slots_TKD.stride(), None, weights_TK.contiguous(), None, out_TD)
     return out_TD
 
 

@@ -30,6 +30,8 @@ def test_kernels_equal_their_twins(
     weights_TK = torch.rand(num_tokens, top_k, device=device)
     expected_TD = weigh_slots_torch(slots_TKD, weights_TK)
     assert torch.equal(weigh_slots_triton(slots_TKD, weights_TK), expected_TD)
+    apart_TK = torch.nn.functional.pad(weights_TK, (3, 2))[:, 3:-2]
+    assert torch.equal(weigh_slots_triton(slots_TKD, apart_TK), expected_TD)
 
     inverse_R = torch.randperm(num_tokens * top_k, device=device)
     rows_RD = torch.empty(num_tokens * top_k, width, dtype=dtype, device=device)
