@@ -37,6 +37,8 @@ def pool_blocks(
     if budget is None:
         budget = CPU_KV_CACHE_BYTES
         if device.type == "cuda":
+            # What torch keeps of memory that was freed is free, too.
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
             budget = gpu_budget(free, total, step_bytes, config.gpu_memory_utilization)
     num_blocks = budget // bytes_per_block

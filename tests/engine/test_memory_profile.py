@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_serve.config import EngineConfig
-from moe_serve.kv_pool import gpu_budget
+from moe_serve.kv_pool import gpu_budget, pool_blocks
 from moe_serve.memory_profile import largest_step, num_blocks_of
 from moe_serve.rank_setup import RankSetup
 from moe_serve.ranks import SINGLE_RANK
@@ -63,3 +64,18 @@ def test_the_pool_gets_what_weights_and_the_largest_step_leave(
     free: int, total: int, step: int, share: float, left: int
 ) -> None:
     assert gpu_budget(free, total, step, share) == left
+
+
+def test_memory_that_the_largest_step_gave_back_counts_as_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = 30
+
+    def free_it() -> None:
+        nonlocal kept
+        kept = 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", free_it)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 - kept, 100))
+    config = EngineConfig(model="", gpu_memory_utilization=0.9)
+    assert pool_blocks(config, 2, torch.device("cuda"), step_bytes=10) == 20
