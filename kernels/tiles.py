@@ -62,16 +62,25 @@ def gemm_tiles(
     if wanted <= 64:
         block_m = next(block for block in (16, 32, 64) if block >= wanted)
         most_tiles = min(num_rows, num_experts) * -(-num_columns // 128)
-        is_short = block_m == 16 and most_tiles < 4 * target.num_processors
+        is_short = most_tiles < 4 * target.num_processors
         block_n = 64 if is_short or is_gated else 128
         return _largest(target, operands, ((block_m, block_n), (block_m, 64), (32, 64)), is_gated)
     largest = (256, 128) if mean >= 1024 and operands == "16-bit" else (128, 256)
-    sizes = (largest, (128, 128), (128, 64), (64, 64), (32, 64))
-    return _largest(target, operands, sizes, is_gated)
+    sizes = [largest, (128, 128), (128, 64), (64, 64), (32, 64)]
+    # With fewer, processors would be idle: less to read for each is worth more than reading less.
+    enough = target.num_processors * 3 // 4
+    while sizes[0] != (64, 64) and _num_tiles(sizes[0], mean, num_columns) * num_experts < enough:
+        del sizes[0]
+    return _largest(target, operands, tuple(sizes), is_gated)
+
+
+def _num_tiles(size: tuple[int, int], num_rows: int, num_columns: int) -> int:
+    return -(-num_rows // size[0]) * -(-num_columns // size[1])
 
 
 def all_gemm_tiles(target: Target, operands: Format, is_gated: bool) -> Iterator[GemmTiles]:
     """Each that `gemm_tiles` can choose, once."""
+    columns = [block * target.num_processors for block in (64, 128, 256)]
     chosen = {
         gemm_tiles(
             target,
@@ -84,7 +93,7 @@ def all_gemm_tiles(target: Target, operands: Format, is_gated: bool) -> Iterator
             is_aligned=is_aligned,
         )
         for num_rows in (1, 17, 33, 65, 1024)
-        for num_columns in (64, 1_000_000)
+        for num_columns in (64, *columns, 1_000_000)
         for width in range(256, 4352, 256)
         for is_aligned in (True, False)
     }

@@ -62,7 +62,7 @@ def test_everything_that_can_be_chosen_is_listed(target: Target, operands: Forma
     for is_gated, is_aligned in itertools.product((False, True), repeat=2):
         listed = set(all_gemm_tiles(target, operands, is_gated))
         for rows, experts, columns, width in itertools.product(
-            ROWS, (1, 8, 256), (1, 768, 32_768), (50, 7168)
+            ROWS, (1, 8, 256), (1, 768, 5120, 18_432, 32_768), (50, 7168)
         ):
             chosen = gemm_tiles(
                 target,
@@ -93,3 +93,19 @@ def test_few_rows_take_one_tile_and_many_take_large_ones() -> None:
     # Experts are not used evenly.
     assert [block_m(rows, 8) for rows in (2, 64, 65, 256)] == [16, 16, 32, 64]
     assert [block_m(rows, 8) for rows in (1024, 8192)] == [128, 256]
+
+
+@pytest.mark.parametrize("num_rows", [17, 40, 65, 128, 256, 1024, 4096])
+def test_no_product_leaves_most_processors_idle(num_rows: int) -> None:
+    target, num_columns = TARGETS["sm_90"], 5120
+    tiles = gemm_tiles(
+        target,
+        "16-bit",
+        num_rows=num_rows,
+        num_experts=1,
+        num_columns=num_columns,
+        width=4096,
+        is_gated=False,
+    )
+    num_tiles = -(-num_rows // tiles.block_m) * -(-num_columns // tiles.block_n)
+    assert num_tiles > target.num_processors / 2
