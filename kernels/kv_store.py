@@ -91,9 +91,15 @@ def _store(
     slots = tl.load(slots_ptr + rows, mask=rows < num_tokens, other=-1).to(tl.int64)
     mask = (slots >= 0)[:, None] & (columns < NUM_COLUMNS)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask)
+    x = as_pooled(x, scale, pool_ptr, IS_FP8)
+    tl.store(pool_ptr + slots[:, None] * NUM_COLUMNS + columns[None, :], x, mask=mask)
+
+
+@triton.jit
+def as_pooled(x, scale, pool_ptr, IS_FP8: tl.constexpr):
+    """Numbers as the pool keeps them; it holds e4m3 as bytes."""
     if IS_FP8:
         x = x.to(tl.float32)
-        x = encode_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
+        return encode_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
     else:
-        x = x.to(pool_ptr.dtype.element_ty)
-    tl.store(pool_ptr + slots[:, None] * NUM_COLUMNS + columns[None, :], x, mask=mask)
+        return x.to(pool_ptr.dtype.element_ty)

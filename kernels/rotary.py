@@ -72,6 +72,14 @@ rotary = by_device(rotary_triton, rotary_torch)
 
 
 @triton.jit
+def turn(first, second, cos, sin, dtype: tl.constexpr):
+    """Pairs in fp32, rounded to `dtype` where the twin rounds."""
+    one = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
+    other = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+    return one.to(dtype), other.to(dtype)
+
+
+@triton.jit
 def _rotary_kernel(
     x_ptr,
     cos_ptr,
@@ -105,11 +113,9 @@ def _rotary_kernel(
     sin = tl.load(sin_ptr + angle_at, mask=is_pair, other=0.0).to(tl.float32)[None, :]
     first = tl.load(x_at + first_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_at + second_at, mask=mask, other=0.0).to(tl.float32)
-    # Rounded where the twin rounds.
-    turned = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
-    tl.store(out_at + first_at, turned.to(dtype), mask=mask)
-    turned = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-    tl.store(out_at + second_at, turned.to(dtype), mask=mask)
+    first, second = turn(first, second, cos, sin, dtype)
+    tl.store(out_at + first_at, first, mask=mask)
+    tl.store(out_at + second_at, second, mask=mask)
 
     if HEAD_DIM > 2 * NUM_PAIRS:
         rest = 2 * NUM_PAIRS + tl.arange(0, REST)

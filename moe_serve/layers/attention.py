@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_serve.context import LayerKV, StepContext
-from moe_serve.kernels.kv_store import kv_store
+from moe_serve.kernels.attention_inputs import HeadNorms, attention_inputs
 from moe_serve.kernels.paged_attention import paged_attention
-from moe_serve.kernels.rotary import rotary
 from moe_serve.layers.norm import RMSNorm
 from moe_serve.layers.projection import Projection
 from moe_serve.layers.rotary import CosSin
@@ -74,8 +73,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         spec = self.spec
         q_THh, k_TNh, v_TNh = self._project(slices.gather(x_tD), slices)
-        q_THh = rotary(q_THh, *angles)
-        kv_store(rotary(k_TNh, *angles), v_TNh, kv, context.slots_T)
+        q_THh = attention_inputs(
+            q_THh, k_TNh, v_TNh, *angles, kv, context.slots_T, self._head_norms()
+        )
         o_THh = paged_attention(q_THh, kv, context, scale=spec.scale, window=spec.window)
         y_tD: Tensor = self.output(o_THh.flatten(1), slices)
         return y_tD
@@ -88,10 +88,13 @@ class Attention(nn.Module):
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         heads = (-1, spec.head_dim)
-        q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
-        if spec.qk_norm == "head":
-            q, k = self._normalise(q, k)
-        return q, k, v
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.spec.qk_norm != "head":
+            return None
+        assert self.q_norm is not None and self.k_norm is not None
+        return HeadNorms(self.q_norm.weight_D, self.k_norm.weight_D, self.q_norm.eps)
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
