@@ -103,7 +103,10 @@ class RankSetup:
         return pool_blocks(self.config, self.block_bytes, self.device, step_bytes)
 
     def _largest_step_bytes(self, model: Decoder) -> int:
-        """By running it on a pool of its own; and once more for the share that graphs keep."""
+        """By running it on a pool of its own; and once more for the share that graphs keep.
+
+        Raises `ConfigError` where it does not fit.
+        """
         config = self.config
         plan = largest_step(
             num_tokens=config.max_num_batched_tokens,
@@ -112,8 +115,14 @@ class RankSetup:
             block_size=config.block_size,
             num_lanes=self.layout.data_size,
         )
-        runner = self.make_runner(model, num_blocks_of(plan))
-        peak = peak_bytes(runner, plan.of_lane(self.layout.lane))
+        try:
+            runner = self.make_runner(model, num_blocks_of(plan))
+            peak = peak_bytes(runner, plan.of_lane(self.layout.lane))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {config.max_num_batched_tokens} tokens does not fit beside the weights "
+                f"({error}); lower --max-num-batched-tokens or --max-num-seqs"
+            ) from error
         share = config.max_num_seqs / max(config.max_num_seqs, config.max_num_batched_tokens)
         return int(peak * (1 + share))
 

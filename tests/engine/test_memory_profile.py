@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from moe_serve import rank_setup
 from moe_serve.config import EngineConfig
+from moe_serve.errors import ConfigError
 from moe_serve.kv_pool import gpu_budget, pool_blocks
 from moe_serve.memory_profile import largest_step, num_blocks_of
 from moe_serve.rank_setup import RankSetup
@@ -79,3 +82,19 @@ def test_memory_that_the_largest_step_gave_back_counts_as_free(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 - kept, 100))
     config = EngineConfig(model="", gpu_memory_utilization=0.9)
     assert pool_blocks(config, 2, torch.device("cuda"), step_bytes=10) == 20
+
+
+def test_a_step_that_does_not_fit_is_refused_by_name(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object) -> int:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(rank_setup, "peak_bytes", too_large)
+    config = EngineConfig(model=str(random_model), num_threads=1, max_num_batched_tokens=30)
+    setup = RankSetup.make(config, None)
+    model = setup.load(SINGLE_RANK, None, show_progress=False)
+    on_gpu = dataclasses.replace(setup, device=torch.device("cuda"))
+    monkeypatch.setattr(RankSetup, "make_runner", lambda *_: None)
+    with pytest.raises(ConfigError, match="30 tokens .* --max-num-batched-tokens"):
+        on_gpu.num_fitting_blocks(model)
