@@ -122,7 +122,7 @@ def quantize_rows_triton(x_RD: Tensor) -> Fp8Rows:
     rows = 16
     launch(
         _quantize_rows_kernel,
-        (num_blocks, triton.cdiv(num_rows, rows)),
+        (triton.cdiv(num_rows, rows), num_blocks),
         x_RD,
         data_RD.view(torch.uint8),
         scales,
@@ -145,8 +145,8 @@ def _quantize_rows_kernel(
     x_ptr, data_ptr, scales_ptr, num_rows, width, num_blocks, row_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    block = tl.program_id(1)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
