@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine import Engine
 from moe_serve.errors import CheckpointError, ConfigError, MoeServeError
 from moe_serve.executor import Executor, LocalExecutor
+from moe_serve.memory_profile import num_blocks_of
 from moe_serve.messages import AddRequest, EngineReady
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT
@@ -111,8 +113,8 @@ def fitting_model_len(wanted: int, num_kv_tokens: int) -> int:
 
 
 def warm_up(executor: Executor, setup: RankSetup, num_blocks: int, max_model_len: int) -> None:
-    """A short request for each lane, through a scheduler of its own: lazy set-up happens before
-    clients wait. What it leaves behind, in the pools and in the expert counts, is wiped.
+    """Short requests for each lane, through a scheduler of its own: lazy set-up happens before
+    clients wait. What they leave behind, in the pools and in the expert counts, is wiped.
     """
     scheduler = Scheduler(
         _make_block_managers(setup, num_blocks, False),
@@ -121,12 +123,14 @@ def warm_up(executor: Executor, setup: RankSetup, num_blocks: int, max_model_len
         max_model_len=max_model_len,
         eos_token_ids=frozenset(),
     )
-    prompt = [0] * max(1, min(max_model_len - 2, WARM_UP_TOKENS))
-    sampling = SamplingParams(max_tokens=2, temperature=0)
-    for lane in range(setup.layout.data_size):
-        name = f"warm-up {lane}"
-        scheduler.add(AddRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+    most = min(max_model_len - 2, setup.config.max_num_batched_tokens)
+    for request in warm_up_requests(most, setup.device.type):
+        for lane in range(setup.layout.data_size):
+            name = f"{request.request_id} {lane}"
+            scheduler.add(dataclasses.replace(request, request_id=name))
+    num_used = 0
     while (plan := scheduler.schedule()) is not None:
+        num_used = max(num_used, num_blocks_of(plan))
         outcome = executor.run(plan)
         for error in outcome.failures.values():
             raise CheckpointError(
@@ -134,7 +138,26 @@ def warm_up(executor: Executor, setup: RankSetup, num_blocks: int, max_model_len
                 "for this --dtype"
             )
         scheduler.update(plan, outcome.results)
-    executor.forget_warm_up(-(-len(prompt) // setup.config.block_size) + 1)
+    executor.forget_warm_up(num_used)
+
+
+def warm_up_requests(most_tokens: int, device_type: str) -> list[AddRequest]:
+    """One, and on a GPU some that meet each kernel it will compile: products are cut by their
+    rows, most often anew where these pass a power of two.
+    """
+    lengths = [max(1, min(most_tokens, WARM_UP_TOKENS))]
+    samplings = [SamplingParams(max_tokens=2, temperature=0)]
+    if device_type == "cuda":
+        lengths += [2**bits + 1 for bits in range(4, 13) if 2**bits < most_tokens]
+        samplings.append(SamplingParams(max_tokens=2, top_k=9, top_p=0.9, min_p=0.01, seed=0))
+    return [
+        AddRequest(
+            request_id=f"warm-up {number}",
+            prompt_token_ids=[0] * length,
+            sampling=samplings[number % len(samplings)],
+        )
+        for number, length in enumerate(lengths)
+    ]
 
 
 def capture_graphs(
