@@ -1,6 +1,6 @@
 """From a projection to what attention reads: norms per head, rotation, and the store in one pass.
 
-Five ops that move few bytes: in a step of a few tokens, launching each would cost more than it does.
+Five ops that move few bytes: in a step of a few tokens, launching one costs more than it does.
 """
 
 from __future__ import annotations
