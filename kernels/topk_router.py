@@ -42,7 +42,8 @@ def topk_router_torch(
     `load_E` int64 grows by one for each token and slot. `num_valid_1`: rows from there on are
     padding: their ids are -1, their weights 0, and nothing counts them.
     """
-    scores_TE = _scores(logits_TE.float(), score)
+    _check(score, logits_TE.shape[1], num_groups)
+    scores_TE = logits_TE.float().softmax(-1) if score == "softmax" else sigmoid(logits_TE)
     choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
     if top_groups < num_groups:
         best = 1 if correction_bias_E is None else 2
@@ -63,14 +64,11 @@ def topk_router_torch(
     return ids_TK, weights_TK
 
 
-def _scores(logits_TE: Tensor, score: str) -> Tensor:
-    _check(score)
-    return logits_TE.softmax(-1) if score == "softmax" else sigmoid(logits_TE)
-
-
-def _check(score: str) -> None:
+def _check(score: str, num_experts: int, num_groups: int) -> None:
     if score not in SCORES:
         raise ValueError(f"unknown router score {score!r}")
+    if num_experts % num_groups:
+        raise ValueError(f"{num_experts} experts do not divide into {num_groups} groups")
 
 
 def _mask_groups(choice_TE: Tensor, num_groups: int, top_groups: int, best: int) -> Tensor:
@@ -104,12 +102,11 @@ def topk_router_triton(
     load_E: Tensor | None = None,
     num_valid_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(score)
     num_tokens, num_experts = logits_TE.shape
+    _check(score, num_experts, num_groups)
     if top_groups >= num_groups:
         num_groups = top_groups = 1
     assert logits_TE.stride(1) == 1 and 1 <= top_k <= num_experts
-    assert num_experts % num_groups == 0
     assert load_E is None or (load_E.dtype == torch.int64 and load_E.shape == (num_experts,))
     ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
