@@ -17,6 +17,8 @@ from moe_serve.kernels.row_tiles import scan_tiles
 
 # Wide enough for nearly every top-p set of a trained model; a row that needs more is sorted whole.
 NUM_CANDIDATES = 1024
+# Blocks of a row on their way at a time: one program alone reads it, so nothing else hides that.
+STAGES = tl.constexpr(4)
 
 
 def rank_keys(logits_SV: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _above(
     sums_1 = tl.zeros((COLUMNS,), tl.int64)
     sums_2 = tl.zeros((COLUMNS,), tl.int64)
     sums_3 = tl.zeros((COLUMNS,), tl.int64)
-    for start in range(0, vocab_size, COLUMNS):
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
         columns = start + tl.arange(0, COLUMNS)
         keys = _load_keys(logits_ptr, columns, vocab_size, ID_BITS)
         counts_1 += (keys >= at_1).to(tl.int32)
@@ -211,7 +213,7 @@ def _best_share(
     """The same for the fewest tokens with `top_p` of the weight of the `top_k` from `low` on."""
     high = tl.full((), 1, tl.int64) << (31 + ID_BITS)
     totals = tl.zeros((COLUMNS,), tl.int64)
-    for start in range(0, vocab_size, COLUMNS):
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
         columns = start + tl.arange(0, COLUMNS)
         weights = tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0)
         totals += tl.where(_load_keys(logits_ptr, columns, vocab_size, ID_BITS) >= low, weights, 0)
@@ -253,7 +255,7 @@ def _keep_top_kernel(
     low = _best_k(logits_ptr, vocab_size, top_k, ID_BITS, COLUMNS)
     if top_p < 1.0:
         low = _best_share(weights_ptr, logits_ptr, vocab_size, low, top_k, top_p, ID_BITS, COLUMNS)
-    for start in range(0, vocab_size, COLUMNS):
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
         columns = start + tl.arange(0, COLUMNS)
         keys = _load_keys(logits_ptr, columns, vocab_size, ID_BITS)
         weights = tl.load(weights_ptr + columns, mask=columns < vocab_size, other=0)

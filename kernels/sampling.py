@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from moe_serve.kernels.jit import by_device, launch, tl, triton
-from moe_serve.kernels.keep_top import keep_top, rank_keys
+from moe_serve.kernels.keep_top import STAGES, keep_top, rank_keys
 from moe_serve.kernels.row_tiles import elementwise_tiles, scan_tiles
 
 __all__ = [
@@ -198,7 +198,7 @@ def _total_kernel(
     row = tl.program_id(0).to(tl.int64)
     greatest = tl.load(max_ptr + row)
     totals = tl.zeros((COLUMNS,), tl.int64)
-    for start in range(0, vocab_size, COLUMNS):
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
         columns = start + tl.arange(0, COLUMNS)
         mask = columns < vocab_size
         at = logits_ptr + row * logits_stride + columns
@@ -231,7 +231,7 @@ def _pick_kernel(
     if min_p_ptr is not None:
         least = (tl.load(min_p_ptr + row) * ONE).to(tl.int64)
     totals = tl.zeros((COLUMNS,), tl.int64)
-    for start in range(0, vocab_size, COLUMNS):
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
         totals += _load_weights(weights_ptr, start + offsets, vocab_size, least)
     total = tl.sum(totals, axis=0)
     target = (tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64)
