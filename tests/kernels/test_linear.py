@@ -91,6 +91,17 @@ def test_the_kernel_matches_its_twin(device: torch.device, features: int) -> Non
                 torch.testing.assert_close(told.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("features", [528, 797])
+def test_slices_of_k_are_added_once(device: torch.device, features: int) -> None:
+    """Two and three of them, whose last is shorter; the bias is in one."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, features, device=device), torch.randn(20, features, device=device)
+    bias = torch.randn(20, device=device) * 10
+    expected = x.double() @ weight.double().T + bias.double()
+    told = linear_triton(x, weight, bias).double()
+    torch.testing.assert_close(told, expected, atol=2e-4, rtol=1e-4)
+
+
 def test_router_logits_are_not_rounded(device: torch.device) -> None:
     """Two experts that differ by less than one step of bf16, for few rows and many."""
     weight = torch.full((4, 96), -1.0, device=device)
