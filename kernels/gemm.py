@@ -61,6 +61,7 @@ def multiply(
         num_columns=num_columns,
         width=width,
         is_gated=is_gated,
+        has_bias=bias_EW is not None,
         is_aligned=operands.are_aligned,
     )
     own = _OfExperts(counts_E, bias_EW, scatter_R, num_experts)

@@ -183,9 +183,9 @@ def decode_e4m3(codes):
     """Bytes of e4m3 -> fp16, exactly."""
     codes = codes.to(tl.int16)
     # fp16's exponent has the bias 15, not 7: 2^8 makes up for it, also below the least normal one.
-    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    # The one code that is not a number.
-    bits = tl.where((codes & 0x7F) == 0x7F, 0x7E00, bits).to(tl.int16)
+    magnitude = codes & 0x7F
+    # The one code that is not a number carries into fp16's highest exponent.
+    bits = ((codes & 0x80) << 8) | (magnitude << 7) | (((magnitude + 1) & 0x80) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 

@@ -43,6 +43,7 @@ def gemm_tiles(
     num_columns: int,
     width: int,
     is_gated: bool,
+    has_bias: bool = False,
     is_aligned: bool = True,
 ) -> GemmTiles:
     """`num_columns` of the result, `width` of the rows. Of rows per expert, only the mean is known.
@@ -71,6 +72,9 @@ def gemm_tiles(
     enough = target.num_processors * 3 // 4
     while sizes[0] != (64, 64) and _num_tiles(sizes[0], mean, num_columns) * num_experts < enough:
         del sizes[0]
+    if has_bias and target.name == "sm_80":
+        # The bias takes the few registers that such large tiles leave.
+        sizes = [(m, n) for m, n in sizes if m * n < 128 * 256]
     return _largest(target, operands, tuple(sizes), is_gated)
 
 
@@ -90,11 +94,13 @@ def all_gemm_tiles(target: Target, operands: Format, is_gated: bool) -> Iterator
             num_columns=num_columns,
             width=width,
             is_gated=is_gated,
+            has_bias=has_bias,
             is_aligned=is_aligned,
         )
         for num_rows in (1, 17, 33, 65, 1024)
         for num_columns in (64, *columns, 1_000_000)
         for width in range(256, 4352, 256)
+        for has_bias in (True, False)
         for is_aligned in (True, False)
     }
     yield from sorted(chosen)
@@ -138,6 +144,14 @@ def _most_sums(target: Target, operands: Format, is_gated: bool) -> int:
     return most_sums // 2 if operands == "fp8" and not target.has_fp8 else most_sums
 
 
+def _sums_of_4_warps(target: Target, operands: Format) -> int:
+    """The most that leave room for the operands, which take more where they are decoded."""
+    if operands == "fp8" and not target.has_fp8:
+        return 32 * 64
+    is_tight = operands in ("fp8", "mxfp4") and target.name != "sm_90"
+    return 64 * 64 if is_tight else 128 * 64
+
+
 def _tiles(
     target: Target,
     operands: Format,
@@ -148,9 +162,8 @@ def _tiles(
 ) -> GemmTiles:
     block_k = {"16-bit": 64, "fp32": 16, "fp8": 128, "mxfp4": 64}[operands]
     if num_warps is None:
-        few = operands in ("fp8", "mxfp4") and target.name != "sm_90"
-        sums_of_4_warps = 64 * 64 if few else 128 * 64
-        num_warps = 8 if block_m * block_n * (1 + is_gated) > sums_of_4_warps else 4
+        num_sums = block_m * block_n * (1 + is_gated)
+        num_warps = 8 if num_sums > _sums_of_4_warps(target, operands) else 4
     step = stage_bytes(operands, block_m, block_n, block_k, is_gated)
     # As weights are multiplied, once more.
     decoded = block_n * (1 + is_gated) * block_k * 2 if operands == "mxfp4" else 0

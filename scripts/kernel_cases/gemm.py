@@ -115,6 +115,12 @@ def everything() -> Iterator[Case]:
         if operands in ("16-bit", "fp32"):
             # Rows that are not aligned.
             yield from both(operands, 65, 50, 51)
+    for num_rows in (1, 17, 33, 65, 2048):
+        for columns in (64, 8448, 33_792):
+            for has_bias in (True, False):
+                call = functools.partial(project, torch.bfloat16, num_rows, columns, 2880, has_bias)
+                name = f"projection, {num_rows} rows, {columns} columns, bias {has_bias}"
+                yield Case(name, call, True)
 
 
 def both(operands: Format, num_rows: int, width: int, columns: int) -> Iterator[Case]:
