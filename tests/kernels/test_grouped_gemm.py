@@ -19,7 +19,7 @@ from moe_serve.kernels.grouped_gemm import (
     grouped_gemm_triton,
 )
 from moe_serve.kernels.quantization import Fp8Weight, Mxfp4Weight, Weight, quantize_rows_torch
-from moe_serve.kernels.silu_mul import gated_activation_torch
+from moe_serve.kernels.silu_mul import gated_activation_torch, gated_activation_triton
 from moe_serve.kernels.targets import Target
 
 # Rows that overflow are here on purpose; on the CPU, numpy tells of it.
@@ -141,6 +141,32 @@ def test_activations_are_those_of_the_op_after_the_product(
     assert torch.equal(grouped_gemm_activation_torch(x, weight, counts_E, activation), expected)
     told = grouped_gemm_activation_triton(x, weight, counts_E, activation)
     torch.testing.assert_close(told, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gate_and_up_are_rounded_before_they_meet(activation: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, counts_E = torch.randn(9, 64, device=device).half(), torch.tensor([4, 5], device=device)
+    weight = torch.randn(2, 96, 64, device=device).half() * 0.1
+    product = grouped_gemm_triton(x, weight, counts_E)
+    told = grouped_gemm_activation_triton(x, weight, counts_E, activation)
+    assert torch.equal(told, gated_activation_triton(product, activation))
+
+
+@pytest.mark.usefixtures("_target")
+def test_each_block_of_fp8_has_its_own_scale(device: torch.device) -> None:
+    """Three blocks of weight rows by two of K; up begins inside of the second."""
+    torch.manual_seed(0)
+    counts = [2, 0, 3]
+    weight = made("fp8", 3, 280, 160, torch.float32, device)
+    assert isinstance(weight, Fp8Weight)
+    weight.scales.copy_(0.01 * 2.0 ** torch.randint(0, 6, weight.scales.shape))
+    x, counts_E = torch.randn(5, 160, device=device), torch.tensor(counts, device=device)
+    expected = reference(x, weight, counts)
+    close(grouped_gemm_triton(x, weight, counts_E), expected, torch.float32)
+    close(grouped_gemm_torch(x, weight, counts_E), expected, torch.float32)
+    told = grouped_gemm_activation_triton(x, weight, counts_E, "silu")
+    close(told, gated_activation_torch(expected.float(), "silu"), torch.float32)
 
 
 def test_an_unknown_activation_is_refused(device: torch.device) -> None:
