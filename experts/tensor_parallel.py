@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.kernels.combine import weigh_rows, weigh_slots
 from moe_serve.kernels.permute import Permutation, permute
+from moe_serve.kernels.take_rows import take_rows
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.shard import split
 from moe_serve.routing.packing import pack, unpack
@@ -64,7 +65,7 @@ class TensorParallelExperts:
         shapes = ((part.shape[1], part.dtype) for part in parts)
         x_ND, weights_NK, ids_NK = unpack(gathered, *shapes)
         permutation = permute(ids_NK, num_experts)
-        rows_RD = x_ND.index_select(0, permutation.order_R // top_k)
+        rows_RD = take_rows(x_ND, permutation.order_R, top_k)
         return _LaneRows(rows_RD, permutation, weights_NK)
 
     def _add_parts(self, rows: _LaneRows, bank: ExpertBank) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moe_serve.kernels.combine import weigh_slots
 from moe_serve.kernels.permute import permute
+from moe_serve.kernels.take_rows import take_rows
 from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.expert_map import ExpertMap
@@ -58,7 +59,7 @@ class AllGatherDispatcher:
         # sync: most rows have their expert elsewhere, and are cut off.
         order_R = permutation.order_R[: int(permutation.counts_E.sum())]
         return AllGathered(
-            rows_RD=x_ND.index_select(0, order_R // top_k),
+            rows_RD=take_rows(x_ND, order_R, top_k),
             counts_E=permutation.counts_E,
             order_R=order_R,
             num_slots=permutation.order_R.numel(),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import count_ids, permute
+from moe_serve.kernels.take_rows import take_rows
 from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.expert_map import ExpertMap
@@ -84,7 +85,7 @@ class AllToAllDispatcher:
         num_local = self.experts.num_local[self.group.rank]
         order_R = permute(index_NK, num_local).order_R[: sum(received.rows_S)]
         return AllToAllDispatched(
-            rows_RD=x_ND.index_select(0, order_R // top_k),
+            rows_RD=take_rows(x_ND, order_R, top_k),
             counts_E=counts_Se.sum(0)[:num_local],
             return_order_R=order_R.argsort(),
             computed_S=received.rows_S,

@@ -19,7 +19,8 @@ def make_dispatcher(backend: Backend, group: RankGroup, experts: ExpertMap) -> D
     """`group`: the ranks that `experts` places them on. A group of one has nothing to exchange."""
     assert len(experts.num_local) == group.size
     if group.size == 1:
-        return LocalDispatcher(experts.most_local, experts.index_of_E)
+        index_of_E = None if experts.is_in_order else experts.index_of_E
+        return LocalDispatcher(experts.most_local, index_of_E)
     if backend == "all_to_all":
         return AllToAllDispatcher(group, experts)
     static = AllGatherDispatcher(group, experts)

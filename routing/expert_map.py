@@ -18,12 +18,14 @@ _MOST_EXPERTS = 2**15
 class ExpertMap:
     """By logical expert: its rank, and its index in that rank's bank; int64 on the model's device.
 
-    Any placement will do: ranks may hold different numbers of experts, or none.
+    Any placement will do: ranks may hold different numbers of experts, or none. `is_in_order`: the
+    index of each expert is its number.
     """
 
     rank_of_E: Tensor
     index_of_E: Tensor
     num_local: tuple[int, ...]
+    is_in_order: bool
 
     @classmethod
     def make(
@@ -38,6 +40,7 @@ class ExpertMap:
             torch.tensor(rank_of, dtype=torch.int64, device=device),
             torch.tensor(index_of, dtype=torch.int64, device=device),
             tuple(list(rank_of).count(rank) for rank in range(num_ranks)),
+            list(index_of) == list(range(len(index_of))),
         )
 
     @property

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import permute
+from moe_serve.kernels.take_rows import take_rows
 from moe_serve.routing.dispatch import Dispatched
 from moe_serve.routing.router import Routing
 
@@ -34,7 +35,7 @@ class LocalDispatcher:
         index_TK = ids_TK if self.index_of_E is None else self.index_of_E[ids_TK]
         permutation = permute(index_TK, self.num_experts)
         return LocallyDispatched(
-            rows_RD=x_TD.index_select(0, permutation.order_R // ids_TK.shape[1]),
+            rows_RD=take_rows(x_TD, permutation.order_R, ids_TK.shape[1]),
             counts_E=permutation.counts_E,
             inverse_R=permutation.inverse_R,
             weights_TK=routing.weights_TK,
