@@ -35,6 +35,8 @@ def test_kernels_equal_their_twins(
     assert torch.equal(expected_normed, rms_norm_torch(x + y, weight_D, 1e-5))
     torch.testing.assert_close(total, expected_total, **tolerance)
     torch.testing.assert_close(normed, expected_normed, **tolerance)
+    # Of the rounded total.
+    assert torch.equal(normed, rms_norm_triton(total, weight_D, 1e-5))
 
 
 def test_heads_inside_a_matrix_are_not_copied(device: torch.device) -> None:

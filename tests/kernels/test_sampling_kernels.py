@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -120,6 +122,29 @@ def test_the_same_token_is_picked(device: torch.device, vocab_size: int) -> None
             assert torch.equal(ids_S, pick_torch(weights_SV, uniform_S1, min_p))
             left_SV = weights_SV if min_p is None else keep_min_p(weights_SV, min_p)
             assert (left_SV.gather(1, ids_S[:, None]) > 0).all() or vocab_size == 1
+
+
+@pytest.mark.parametrize("op", [pick_triton, pick_torch])
+def test_a_target_that_ends_a_block_takes_no_token_without_weight(
+    device: torch.device, op: Any
+) -> None:
+    """Blocks are 2048 wide: half of the weight is in the first, the rest late in the second."""
+    weights_SV = torch.zeros(1, 2100, dtype=torch.int64, device=device)
+    weights_SV[0, [7, 2060]] = 4
+    for uniform, token_id in ((0.0, 7), (0.49, 7), (0.5, 2060), (0.99, 2060)):
+        assert op(weights_SV, column([uniform], device)).tolist() == [token_id]
+
+
+@pytest.mark.parametrize("op", [keep_top_triton, keep_top_torch])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.3, 2), (0.5, 2), (0.51, 3)])
+def test_the_least_tokens_whose_share_reaches_top_p(
+    device: torch.device, op: Any, top_p: float, kept: int
+) -> None:
+    logits_SV = torch.tensor([[1.0, 4.0, 2.0, 3.0]], device=device)
+    weights_SV = torch.ones(1, 4, dtype=torch.int64, device=device)
+    top_k_S = torch.tensor([4], device=device)
+    told = op(weights_SV, logits_SV, top_k_S, column([top_p], device).squeeze(1))
+    assert told.tolist() == [[[0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 1, 1]][kept - 1]]
 
 
 def test_no_rows(device: torch.device) -> None:
