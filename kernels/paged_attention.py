@@ -55,9 +55,8 @@ def paged_attention_triton(
     num_kv_heads = kv.keys_BsNh.shape[2]
     assert num_heads % num_kv_heads == 0 and q_THh.stride(2) == 1
     assert kv.keys_BsNh.stride() == kv.values_BsNh.stride() and kv.keys_BsNh.stride(3) == 1
-    # Rows of padded sequences have no work, and must not keep what was in memory before.
-    make = torch.empty if context.num_valid_1 is None else torch.zeros
-    out_THh = make(q_THh.shape, dtype=q_THh.dtype, device=q_THh.device)
+    # Rows of padded sequences have no work and hold anything: no row that counts looks at them.
+    out_THh = torch.empty(q_THh.shape, dtype=q_THh.dtype, device=q_THh.device)
     if num_tokens == 0:
         return out_THh
     tiles = attention_tiles(target_of(q_THh), head_dim, q_THh.element_size())

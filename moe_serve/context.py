@@ -31,7 +31,7 @@ class StepContext:
     - `slots_T`: where its K/V go: block id * block_size + offset in the block, int64; -1: nowhere.
     - `query_starts`: S + 1 offsets into T, plain ints (known on the host: no sync).
     - `context_lens`: S counts of positions that a sequence's last new token sees, itself included.
-      0: the sequence is padding, and its rows of attention are zero.
+      0: the sequence is padding, and its rows of attention hold anything.
     - `block_tables_SB`: block ids in order, padded with 0; int64.
     - `num_valid_1`: one int32 on the device: rows of T from there on are padding, which a captured
       graph needs, and nothing may count them. None: there is no padding.
