@@ -6,7 +6,6 @@ depends on how many rows there are: a row has the same bits in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 # Enough for four warps to move 16 bytes a thread.
@@ -67,14 +66,3 @@ def permute_tiles(num_items: int, num_experts: int) -> PermuteTiles:
 def scan_tiles(size: int) -> RowTiles:
     """For programs that pass over a long row block by block."""
     return RowTiles(1, min(2048, power_of_two(size)), 8 if size < 8192 else 16)
-
-
-def all_row_tiles() -> Iterator[RowTiles]:
-    """Everything that the functions for rows of up to 2^18 columns can choose."""
-    for bits in range(19):
-        yield elementwise_tiles(1 << bits)
-        yield scan_tiles(1 << bits)
-        if bits <= 14:
-            yield whole_row_tiles(1 << bits)
-        if bits <= 10:
-            yield router_tiles(1 << bits)

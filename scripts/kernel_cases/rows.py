@@ -38,6 +38,7 @@ def default() -> Iterator[Case]:
 def everything() -> Iterator[Case]:
     sizes = [1 << bits for bits in range(15)]
     yield from router_cases()
+    yield from plain_router_cases(sizes[:11])
     yield from permute_cases([1, 8, 60, 512])
     yield from combine_cases([33, *sizes])
     yield from norm_cases([33, *sizes])
@@ -51,6 +52,20 @@ def everything() -> Iterator[Case]:
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def plain_router_cases(sizes: Iterable[int]) -> Iterator[Case]:
+    for size in sizes:
+        yield Case(
+            f"topk_router {size} experts",
+            functools.partial(
+                topk_router_triton,
+                meta(64, size, dtype=FP32),
+                min(8, size),
+                score="softmax",
+                renormalize=True,
+            ),
+        )
 
 
 def router_cases() -> Iterator[Case]:
