@@ -110,12 +110,15 @@ def test_scheduling_and_the_api_run_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_offline_use_needs_no_library_of_the_server() -> None:
+def test_offline_use_needs_no_library_of_the_server_and_on_a_cpu_no_triton() -> None:
     code = (
         "import sys\n"
         "for name in ('fastapi', 'uvicorn', 'zmq', 'msgspec', 'pydantic', 'pydantic_settings',\n"
-        "             'prometheus_client'):\n"
+        "             'prometheus_client', 'triton'):\n"
         "    sys.modules[name] = None\n"
-        "import moe_serve.llm\n"
+        "from moe_serve import LLM, SamplingParams\n"
+        "with LLM('builtin', device='cpu', num_threads=1) as llm:\n"
+        "    (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, seed=0, top_p=0.9))\n"
+        "assert len(result.outputs[0].token_ids) == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
