@@ -118,7 +118,8 @@ def test_offline_use_needs_no_library_of_the_server_and_on_a_cpu_no_triton() -> 
         "    sys.modules[name] = None\n"
         "from moe_serve import LLM, SamplingParams\n"
         "with LLM('builtin', device='cpu', num_threads=1) as llm:\n"
-        "    (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, seed=0, top_p=0.9))\n"
+        "    params = SamplingParams(max_tokens=2, seed=0, top_p=0.9)\n"
+        "    (result,) = llm.generate([[1, 2, 3]], params)\n"
         "assert len(result.outputs[0].token_ids) == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
