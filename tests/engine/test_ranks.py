@@ -220,6 +220,15 @@ def test_the_same_holds_in_bf16(
         assert runs(tensor, data, **options) == dataclasses.replace(runs(), lanes=list(range(data)))
 
 
+def test_the_same_holds_for_keys_in_fp8(
+    pool: RankPool, random_family: Callable[[str], Path]
+) -> None:
+    runs = Runs(pool, str(random_family("qwen3_moe")), "bfloat16", 20)
+    one = runs(kv_cache_dtype="fp8")
+    assert one.bits != runs().bits
+    assert runs(2, 1, kv_cache_dtype="fp8", **EXACT, **DIRECT) == one
+
+
 def test_experts_that_do_not_divide_by_ranks(
     pool: RankPool, random_family: Callable[[str], Path]
 ) -> None:
