@@ -45,7 +45,7 @@ def test_kernels_give_the_tokens_of_their_twins(random_family: Callable[[str], P
 
 
 # Rows of padding may hold anything; in the interpreter, numpy tells of it.
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 def test_captured_steps_give_the_same_and_count_no_padding(random_model: Path) -> None:
     with load(random_model) as llm:
         expected = tokens(llm), llm.expert_load
