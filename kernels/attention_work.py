@@ -54,7 +54,7 @@ class AttentionWork:
     ) -> AttentionWork:
         """Room for every step within the limits, planned for none."""
         num_blocks = max_tokens // cut.query_tokens + max_sequences
-        sizes = [(num_blocks, 4), (MAX_PARTS, 6), (MAX_PARTS // 2, 4)]
+        sizes = [(num_blocks, 4), (MAX_PARTS // 2, 4), (MAX_PARTS, 6)]
         length = 4 + sum(rows * columns for rows, columns in sizes)
         return _unpack(torch.zeros(length, dtype=torch.int32, device=device), sizes)
 
@@ -72,13 +72,16 @@ class AttentionWork:
         return _unpack(packed.to(device, non_blocking=True), sizes)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.counts_4, self.blocks_Q4, self.parts_I6, self.merges_M4
+        """Rows of 24 bytes last: each begins at a multiple of 16, or kernels would be compiled anew
+        for a plan that does not.
+        """
+        return self.counts_4, self.blocks_Q4, self.merges_M4, self.parts_I6
 
 
 def _unpack(packed: Tensor, sizes: list[tuple[int, int]]) -> AttentionWork:
     lengths = [4, *(rows * columns for rows, columns in sizes)]
     counts_4, *rest = packed.split(lengths)
-    blocks, parts, merges = (x.view(size) for x, size in zip(rest, sizes, strict=True))
+    blocks, merges, parts = (x.view(size) for x, size in zip(rest, sizes, strict=True))
     return AttentionWork(counts_4=counts_4, blocks_Q4=blocks, parts_I6=parts, merges_M4=merges)
 
 

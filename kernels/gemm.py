@@ -48,7 +48,8 @@ def multiply(
     num_experts, weight_rows = weight.shape[:2]
     is_gated = activation is not None
     num_columns = weight_rows // 2 if is_gated else weight_rows
-    out_RN = x_RD.new_empty((num_rows, num_columns))
+    dtype = weight.dtype if isinstance(weight, Tensor) else x_RD.dtype
+    out_RN = x_RD.new_empty((num_rows, num_columns), dtype=dtype)
     if 0 in (num_rows, num_experts, num_columns):
         return out_RN
     target = target_of(x_RD)
@@ -160,7 +161,8 @@ def _check(
         assert x_RD.element_size() == 2, f"{x_RD.dtype} rows, 4-bit weights"
     else:
         data = (weight,)
-        assert weight.dtype == x_RD.dtype, f"{x_RD.dtype} rows, {weight.dtype} weights"
+        dtypes = x_RD.dtype, weight.dtype
+        assert weight.dtype in (x_RD.dtype, torch.float32), f"{dtypes[0]} rows, {dtypes[1]} weights"
     for part in (*data, counts_E, bias_EW, scatter_R):
         assert part is None or (part.is_contiguous() and part.device == x_RD.device)
 
@@ -214,7 +216,7 @@ def _operands(x_RD: Tensor, weight: Weight, target: Target) -> _Operands:
     if isinstance(weight, Mxfp4Weight):
         data = weight.blocks.flatten(2).flatten(0, 1)
         return _Operands("mxfp4", "mxfp4", x, None, data, weight.scales)
-    operands: Format = "fp32" if x.dtype == torch.float32 else "16-bit"
+    operands: Format = "fp32" if weight.dtype == torch.float32 else "16-bit"
     return _Operands(operands, "plain", x, None, weight.flatten(0, 1), None)
 
 

@@ -122,7 +122,8 @@ def _add_product(
     all_rows_N = expert.to(tl.int64) * weight_rows + rows_N
     if KIND == "plain":
         w_NK = _load(weight, first, all_rows_N, k, width, stride, BLOCK_K, HAS_DESCRIPTORS, IS_EVEN)
-        return tl.dot(w_NK, x_MK.T, acc, input_precision="ieee")
+        # Of a router, rows have fewer bits than weights.
+        return tl.dot(w_NK, x_MK.to(w_NK.dtype).T, acc, input_precision="ieee")
     elif KIND == "mxfp4":
         bytes_NK = _load(
             weight, first, all_rows_N, k // 2, width // 2, stride,
@@ -131,11 +132,6 @@ def _add_product(
         w_NK = _mxfp4_values(bytes_NK, scales_ptr, all_rows_N, k, width, x_MK.dtype)
         return tl.dot(w_NK, x_MK.T, acc)
     else:
-        # Asked for before the product, after which they would be waited for.
-        blocks = tl.cdiv(width, 128)
-        x_scales_M = tl.load(x_scales_ptr + x_rows_M * blocks + k // 128)
-        scales = scales_ptr + expert * tl.cdiv(weight_rows, 128) * blocks + k // 128
-        w_scales = tl.load(scales + (row if ONE_SCALE else rows_N) // 128 * blocks)
         w_NK = _load(weight, first, all_rows_N, k, width, stride, BLOCK_K, HAS_DESCRIPTORS, IS_EVEN)
         if KIND == "fp8 bytes":
             part = tl.dot(decode_e4m3(w_NK), decode_e4m3(x_MK).T)
@@ -143,10 +139,14 @@ def _add_product(
             part = tl.dot(w_NK, x_MK.T)
         # Sums over 128 of K are scaled, and added outside of the tensor cores, whose own sums of
         # fp8 have too few bits (DeepSeek-V3, section 3.3.2).
+        blocks = tl.cdiv(width, 128)
+        # Loaded here, though waited for: before the product they would cost registers that spill.
+        x_scales_M = tl.load(x_scales_ptr + x_rows_M * blocks + k // 128)
+        scales = scales_ptr + expert * tl.cdiv(weight_rows, 128) * blocks + k // 128
         if ONE_SCALE:
-            both = (w_scales * x_scales_M)[None, :]
+            both = (tl.load(scales + row // 128 * blocks) * x_scales_M)[None, :]
         else:
-            both = w_scales[:, None] * x_scales_M[None, :]
+            both = tl.load(scales + rows_N // 128 * blocks)[:, None] * x_scales_M[None, :]
         return tl.fma(part, tl.broadcast_to(both, part.shape), acc)
 
 

@@ -38,10 +38,11 @@ _agreements: dict[_Key, bool] = {}
 
 
 def linear_torch(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias -> [T, N] in x's dtype. T = 0 gives an empty result.
+    """x @ weight.T + bias -> [T, N] in the weight's dtype, which is x's or fp32. T = 0 is fine.
 
     A row's bits depend on that row and the weight alone, never on T or its place.
     """
+    x_TD = x_TD.to(weight_ND.dtype)
     num_rows, num_columns = x_TD.shape[0], weight_ND.shape[0]
     if num_rows == 0:
         return x_TD.new_empty((0, num_columns))

@@ -148,7 +148,7 @@ def _sums_of_4_warps(target: Target, operands: Format) -> int:
     """The most that leave room for the operands, which take more where they are decoded."""
     if operands == "fp8" and not target.has_fp8:
         return 32 * 64
-    is_tight = operands in ("fp8", "mxfp4") and target.name != "sm_90"
+    is_tight = operands == "fp8" or (operands == "mxfp4" and target.name != "sm_90")
     return 64 * 64 if is_tight else 128 * 64
 
 
@@ -167,7 +167,8 @@ def _tiles(
     step = stage_bytes(operands, block_m, block_n, block_k, is_gated)
     # As weights are multiplied, once more.
     decoded = block_n * (1 + is_gated) * block_k * 2 if operands == "mxfp4" else 0
-    programs = 1 if num_warps == 8 else 2
+    is_blackwell = target.name == "sm_100"
+    programs = 1 if num_warps == 8 or (is_blackwell and block_m >= 128) else 2
     if target.shared_memory < programs * (_RESERVE + decoded + 3 * step):
         programs = 1
     num_stages = (target.shared_memory // programs - _RESERVE - decoded) // step
@@ -180,6 +181,7 @@ def _tiles(
         block_k=block_k,
         group_m=max(1, 2048 // block_m),
         num_warps=num_warps,
-        num_stages=max(1, min(_MOST_STAGES, num_stages)),
+        # With more, Blackwell's assembler puts a few of many registers on the stack.
+        num_stages=max(1, min(6 if is_blackwell else _MOST_STAGES, num_stages)),
         programs=programs,
     )

@@ -37,7 +37,7 @@ class Router(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, E] fp32."""
-        return linear(x_TD.float(), self.weight_ED)
+        return linear(x_TD, self.weight_ED)
 
     def forward(
         self, x_TD: Tensor, load_E: Tensor | None = None, num_valid_1: Tensor | None = None

@@ -86,6 +86,13 @@ def project(dtype: torch.dtype, num_rows: int, out: int, width: int, has_bias: b
     return linear_triton(empty(num_rows, width, dtype=dtype), empty(out, width, dtype=dtype), bias)
 
 
+def project_fp8(num_rows: int, out: int, width: int, has_bias: bool) -> object:
+    bias = empty(1, out) if has_bias else None
+    one = empty(1, dtype=torch.int64)
+    x, weights = empty(num_rows, width), weight("fp8", 1, out, width)
+    return grouped_gemm_triton(x, weights, one, bias_EN=bias)
+
+
 def default() -> Iterator[Case]:
     for model in MODELS:
         for tokens in (1, 64, 4096):
@@ -97,7 +104,9 @@ def default() -> Iterator[Case]:
         yield Case(f"projection, {tokens} tokens", call, True)
     biased = functools.partial(project, torch.float16, 64, 5120, 2880, True)
     yield Case("projection with bias, 64 tokens", biased, True)
-    router = functools.partial(project, torch.float32, 64, 128, 2048, False)
+    router = functools.partial(
+        linear_triton, empty(64, 2048), empty(128, 2048, dtype=torch.float32)
+    )
     yield Case("router, 64 tokens", router)
     odd = functools.partial(project, torch.bfloat16, 64, 330, 50, False)
     yield Case("projection of 50 columns, 64 tokens", odd, True)
@@ -115,12 +124,14 @@ def everything() -> Iterator[Case]:
         if operands in ("16-bit", "fp32"):
             # Rows that are not aligned.
             yield from both(operands, 65, 50, 51)
-    for num_rows in (1, 17, 33, 65, 2048):
-        for columns in (64, 8448, 33_792):
+    for num_rows in (1, 17, 33, 65, 1000, 2048):
+        for columns in (64, 1000, 8448, 33_792):
             for has_bias in (True, False):
-                call = functools.partial(project, torch.bfloat16, num_rows, columns, 2880, has_bias)
-                name = f"projection, {num_rows} rows, {columns} columns, bias {has_bias}"
-                yield Case(name, call, True)
+                name = f"{num_rows} rows, {columns} columns, bias {has_bias}"
+                sizes = num_rows, columns, 2880, has_bias
+                call = functools.partial(project, torch.bfloat16, *sizes)
+                yield Case(f"projection, {name}", call, True)
+                yield Case(f"fp8, {name}", functools.partial(project_fp8, *sizes), True)
 
 
 def both(operands: Format, num_rows: int, width: int, columns: int) -> Iterator[Case]:

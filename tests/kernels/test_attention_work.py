@@ -104,3 +104,13 @@ def test_a_plan_fits_into_one_of_the_greatest_size(tokens: list[int], lens: list
     assert torch.equal(largest.blocks_Q4[: len(work.blocks_Q4)], work.blocks_Q4)
     assert torch.equal(largest.parts_I6[: len(work.parts_I6)], work.parts_I6)
     assert torch.equal(largest.merges_M4[: len(work.merges_M4)], work.merges_M4)
+
+
+def test_every_part_of_a_plan_is_aligned_alike() -> None:
+    """Else Triton compiles its kernels once more, for the first odd number of parts."""
+    cut = Cut(query_tokens=2, split=4)
+    work = plan_attention([0, 1, 4], [9, 3], cut).to(CPU)
+    assert len(work.parts_I6) % 2 == 1
+    for part in (work, AttentionWork.of_limits(cut, 5, 7, CPU)):
+        tensors = (part.counts_4, part.blocks_Q4, part.parts_I6, part.merges_M4)
+        assert [(x.data_ptr() - part.counts_4.data_ptr()) % 16 for x in tensors] == [0] * 4

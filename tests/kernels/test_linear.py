@@ -102,18 +102,23 @@ def test_slices_of_k_are_added_once(device: torch.device, features: int) -> None
     torch.testing.assert_close(told, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_router_logits_are_not_rounded(device: torch.device) -> None:
-    """Two experts that differ by less than one step of bf16, for few rows and many."""
-    weight = torch.full((4, 96), -1.0, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [96, 70])
+def test_router_logits_are_not_rounded(
+    device: torch.device, features: int, dtype: torch.dtype
+) -> None:
+    """Two experts that differ by less than one step of bf16, for few rows and many of any type."""
+    weight = torch.full((4, features), -1.0, device=device)
     weight[:2] = 0.0
     weight[:2, 0] = 1.0
     weight[1, 1] = 2.0**-9
     for count in (1, 8, 9, 33):
-        x = torch.zeros(count, 96, device=device)
+        x = torch.zeros(count, features, device=device, dtype=dtype)
         x[:, :2] = 1.0
-        logits = linear_triton(x, weight)
-        assert logits.dtype == torch.float32
-        assert logits[:, :2].tolist() == [[1.0, 1.001953125]] * count
+        for op in (linear_triton, linear_torch):
+            logits = op(x, weight)
+            assert logits.dtype == torch.float32
+            assert logits[:, :2].tolist() == [[1.0, 1.001953125]] * count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
