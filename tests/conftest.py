@@ -153,3 +153,13 @@ def scripted_model(tmp_path: Path) -> Callable[[dict[int, dict[int, float]]], Pa
 def _quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What two test processes share: files stay whole, for their fixtures; tests that start
+    processes of their own run one after the other, as alone as they can be.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            is_dist = item.get_closest_marker("dist") is not None
+            item.add_marker(pytest.mark.xdist_group("dist" if is_dist else str(item.path)))
