@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_serve.context import LayerKV
 from moe_serve.kernels.jit import by_device, launch, tl, triton
-from moe_serve.kernels.kv_store import as_pooled, kv_store_torch
+from moe_serve.kernels.kv_store import as_bytes, as_pooled, kv_store_torch
 from moe_serve.kernels.rms_norm import rms_norm_torch
 from moe_serve.kernels.rotary import rotary_torch, turn
 from moe_serve.kernels.row_tiles import power_of_two, whole_row_tiles
@@ -68,7 +68,7 @@ def attention_inputs_triton(
     assert kv.keys_BsNh.is_contiguous() and kv.values_BsNh.is_contiguous()
     out_THh = torch.empty(q_THh.shape, dtype=q_THh.dtype, device=q_THh.device)
     is_fp8 = kv.keys_BsNh.dtype == torch.float8_e4m3fn
-    pools = [pool.view(torch.uint8) if is_fp8 else pool for pool in (kv.keys_BsNh, kv.values_BsNh)]
+    pools = [as_bytes(pool) for pool in (kv.keys_BsNh, kv.values_BsNh)]
     tiles = whole_row_tiles(head_dim)
     num_parts = triton.cdiv(num_heads, tiles.rows) + 2 * triton.cdiv(num_kv_heads, tiles.rows)
     launch(

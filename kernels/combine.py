@@ -26,17 +26,11 @@ def weigh_slots_torch(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     return out_TD
 
 
-def weigh_rows_torch(
-    rows_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None
-) -> Tensor:
-    """The same, where slot k of token t is row `inverse_R[t * K + k]` -> [T, D], rows' dtype.
-
-    `residual_TD`, of rows' dtype, is added to the rounded sum.
-    """
+def weigh_rows_torch(rows_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor) -> Tensor:
+    """The same, where slot k of token t is row `inverse_R[t * K + k]` -> [T, D], rows' dtype."""
     num_tokens, top_k = weights_TK.shape
     slots_TKD = rows_RD.index_select(0, inverse_R).view(num_tokens, top_k, rows_RD.shape[1])
-    out_TD = weigh_slots_torch(slots_TKD, weights_TK).to(rows_RD.dtype)
-    return out_TD if residual_TD is None else residual_TD + out_TD
+    return weigh_slots_torch(slots_TKD, weights_TK).to(rows_RD.dtype)
 
 
 def weigh_slots_triton(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:
@@ -44,17 +38,14 @@ def weigh_slots_triton(slots_TKD: Tensor, weights_TK: Tensor) -> Tensor:
     assert weights_TK.shape == (num_tokens, top_k)
     out_TD = slots_TKD.new_empty(num_tokens, width, dtype=torch.float32)
     # Between ranks, weights travel as columns of wider rows.
-    _launch(slots_TKD, slots_TKD.stride(), None, weights_TK.contiguous(), None, out_TD)
+    _launch(slots_TKD, slots_TKD.stride(), None, weights_TK.contiguous(), out_TD)
     return out_TD
 
 
-def weigh_rows_triton(
-    rows_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor, residual_TD: Tensor | None = None
-) -> Tensor:
+def weigh_rows_triton(rows_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor) -> Tensor:
     out_TD = rows_RD.new_empty(weights_TK.shape[0], rows_RD.shape[1])
     assert inverse_R.shape == (weights_TK.numel(),) and inverse_R.is_contiguous()
-    assert residual_TD is None or residual_TD.dtype == rows_RD.dtype
-    _launch(rows_RD, (0, *rows_RD.stride()), inverse_R, weights_TK, residual_TD, out_TD)
+    _launch(rows_RD, (0, *rows_RD.stride()), inverse_R, weights_TK, out_TD)
     return out_TD
 
 
@@ -67,13 +58,11 @@ def _launch(
     strides: tuple[int, ...],
     inverse_R: Tensor | None,
     weights_TK: Tensor,
-    residual_TD: Tensor | None,
     out_TD: Tensor,
 ) -> None:
     """`strides`: between tokens, between rows or slots, and inside one."""
     (num_tokens, top_k), width = weights_TK.shape, out_TD.shape[1]
     assert strides[2] == 1 and weights_TK.is_contiguous() and weights_TK.dtype == torch.float32
-    assert residual_TD is None or (residual_TD.shape == out_TD.shape and residual_TD.stride(1) == 1)
     tiles = elementwise_tiles(width)
     launch(
         _combine_kernel,
@@ -81,12 +70,10 @@ def _launch(
         rows,
         inverse_R,
         weights_TK,
-        residual_TD,
         out_TD,
         width,
         strides[0],
         strides[1],
-        0 if residual_TD is None else residual_TD.stride(0),
         TOP_K=top_k,
         COLUMNS=tiles.columns,
         num_warps=tiles.num_warps,
@@ -98,12 +85,10 @@ def _combine_kernel(
     rows_ptr,
     inverse_ptr,
     weights_ptr,
-    residual_ptr,
     out_ptr,
     width,
     token_stride,
     row_stride,
-    residual_stride,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -122,8 +107,4 @@ def _combine_kernel(
         stop = tl.where(weight == 0.0, 0, width)
         values = tl.load(at, mask=columns < stop, other=0.0).to(tl.float32)
         total = values * weight if slot == 0 else total + values * weight
-    total = total.to(dtype)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0)
-        total = (residual.to(tl.float32) + total.to(tl.float32)).to(dtype)
-    tl.store(out_ptr + token * width + columns, total, mask=mask)
+    tl.store(out_ptr + token * width + columns, total.to(dtype), mask=mask)

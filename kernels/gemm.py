@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.gemm_kernel import add_slices_kernel, gemm_kernel
-from moe_serve.kernels.jit import launch, target_of, triton
+from moe_serve.kernels.jit import TensorDescriptor, launch, target_of, triton
 from moe_serve.kernels.quantization import (
     FP8_BLOCK,
     Fp8Weight,
@@ -222,8 +222,6 @@ def _operands(x_RD: Tensor, weight: Weight, target: Target) -> _Operands:
 
 def _described(operands: _Operands, tiles: GemmTiles) -> tuple[Any, Any]:
     """Descriptors of the tiles of both."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     packed = 2 if operands.format == "mxfp4" else 1
     x_block = [tiles.block_m, tiles.block_k]
     weight_block = [tiles.block_n, tiles.block_k // packed]

@@ -24,6 +24,7 @@ from moe_serve.kernels.targets import INTERPRETER, TARGETS, Target, nearest
 __all__ = [
     "HAS_TRITON",
     "Launch",
+    "TensorDescriptor",
     "by_device",
     "launch",
     "recorded",
@@ -50,8 +51,9 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
 HAS_TRITON = not isinstance(triton, _Absent)
 

@@ -37,7 +37,7 @@ def kv_store_triton(k_TNh: Tensor, v_TNh: Tensor, kv: LayerKV, slots_T: Tensor) 
     assert k_TNh.stride()[1:] == v_TNh.stride()[1:] == (head_dim, 1)
     assert kv.keys_BsNh.is_contiguous() and kv.values_BsNh.is_contiguous()
     is_fp8 = kv.keys_BsNh.dtype == torch.float8_e4m3fn
-    pools = [pool.view(torch.uint8) if is_fp8 else pool for pool in (kv.keys_BsNh, kv.values_BsNh)]
+    pools = [as_bytes(pool) for pool in (kv.keys_BsNh, kv.values_BsNh)]
     num_columns = num_heads * head_dim
     tiles = elementwise_tiles(num_columns)
     launch(
@@ -58,6 +58,11 @@ def kv_store_triton(k_TNh: Tensor, v_TNh: Tensor, kv: LayerKV, slots_T: Tensor) 
         COLUMNS=tiles.columns,
         num_warps=tiles.num_warps,
     )
+
+
+def as_bytes(pool: Tensor) -> Tensor:
+    """A pool of e4m3 as kernels that encode or decode it themselves see it; others as they are."""
+    return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
 kv_store = by_device(kv_store_triton, kv_store_torch)

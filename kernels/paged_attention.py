@@ -21,6 +21,7 @@ from moe_serve.context import LayerKV, StepContext
 from moe_serve.kernels.attention_tiles import AttentionTiles, attention_tiles
 from moe_serve.kernels.attention_work import MAX_PARTS, AttentionWork
 from moe_serve.kernels.jit import by_device, launch, target_of, tl, triton
+from moe_serve.kernels.kv_store import as_bytes
 from moe_serve.kernels.online_softmax import (
     add_keys,
     attended,
@@ -31,7 +32,6 @@ from moe_serve.kernels.online_softmax import (
 from moe_serve.kernels.paged_addresses import load_block, load_tile, place_rows
 from moe_serve.kernels.paged_attention_twin import paged_attention_torch
 from moe_serve.kernels.row_tiles import power_of_two
-from moe_serve.kernels.targets import Target
 
 # Shapes: T tokens, H heads, N kv heads, h head_dim, B blocks, s slots of a block, P rows of the
 # workspace.
@@ -110,7 +110,9 @@ class _Call(NamedTuple):
         _, num_heads, head_dim = q_THh.shape
         _, block_size, num_kv_heads, _ = kv.keys_BsNh.shape
         target, group = target_of(q_THh), num_heads // num_kv_heads
-        pools = [_readable(pool, target) for pool in (kv.keys_BsNh, kv.values_BsNh)]
+        pools = [kv.keys_BsNh, kv.values_BsNh]
+        if not target.has_fp8:
+            pools = [as_bytes(pool) for pool in pools]
         return cls(
             inputs=(q_THh, *pools, tables_SB),
             strides=(*q_THh.stride()[:2], *pools[0].stride()[:3], tables_SB.stride(0)),
@@ -187,12 +189,6 @@ def _attend_by_splits(
         HEADS=_MERGED_HEADS,
         num_warps=4,
     )
-
-
-def _readable(pool: Tensor, target: Target) -> Tensor:
-    """Bytes where the target has no e4m3."""
-    is_fp8 = pool.dtype == torch.float8_e4m3fn
-    return pool.view(torch.uint8) if is_fp8 and not target.has_fp8 else pool
 
 
 # The width of the tables changes from step to step.

@@ -19,18 +19,8 @@ from __future__ import annotations
 import torch
 
 from moe_serve.kernels.jit import by_device, launch, tl, triton
-from moe_serve.kernels.keep_top import STAGES, keep_top, rank_keys
+from moe_serve.kernels.keep_top import STAGES
 from moe_serve.kernels.row_tiles import elementwise_tiles, scan_tiles
-
-__all__ = [
-    "fixed_point_weights",
-    "keep_min_p",
-    "keep_top",
-    "log_normalizer",
-    "pick",
-    "rank_keys",
-    "weight_bits",
-]
 
 
 def weight_bits(vocab_size: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_serve.batch import Batch
 from moe_serve.context import LayerKV, StepContext
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.kernels.attention_work import AttentionWork, Cut
 from moe_serve.models.decoder import Decoder
 
 # Shapes: S sequences, one token each, with padding; B blocks of a sequence, D model.
@@ -56,7 +57,7 @@ class StaticBatch:
         self.slots_S = zeros(max_num_seqs) - 1
         self.block_tables_SB = zeros(max_num_seqs, -(-max_model_len // block_size))
         self.num_valid_1 = zeros(1, dtype=torch.int32)
-        self.works: dict[Any, Any] = {}
+        self.works: dict[Cut, AttentionWork] = {}
 
     def context(self, size: int) -> StepContext:
         """Of the first `size` sequences. The host's lengths are the longest there can be."""
@@ -103,12 +104,8 @@ class DecodeGraphs:
         self._batch = StaticBatch(max_num_seqs, max_model_len, block_size, model.device)
         self._model, self._pool, self._load = model, pool, load
         self._capture = capture
-        self._sizes = graph_sizes(max_num_seqs)
+        self.sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[int, Forward] = {}
-
-    @property
-    def sizes(self) -> list[int]:
-        return self._sizes
 
     def capture_all(self) -> Iterator[int]:
         """Each size once its graph is there, largest first: the others then fit its memory.
@@ -116,7 +113,7 @@ class DecodeGraphs:
         On padding alone, which writes no key and counts no token.
         """
         self._make_works()
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             self._graphs[size] = self._capture(self._forward(size))
             yield size
 
@@ -125,10 +122,10 @@ class DecodeGraphs:
         replayed: one with a prompt, or larger than any graph.
         """
         count = batch.context.num_sequences
-        if count == 0 or batch.context.num_decodes < count or count > self._sizes[-1]:
+        if count == 0 or batch.context.num_decodes < count or count > self.sizes[-1]:
             return None
         self._batch.fill(batch)
-        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        size = self.sizes[bisect.bisect_left(self.sizes, count)]
         return self._graphs[size]()[:count]
 
     def _forward(self, size: int) -> Forward:
@@ -139,9 +136,9 @@ class DecodeGraphs:
     def _make_works(self) -> None:
         """Static plans for whatever cuts the layers ask for: found by running them once."""
         self._forward(1)()
-        size = self._sizes[-1]
-        for cut, work in list(self._batch.works.items()):
-            self._batch.works[cut] = type(work).of_limits(cut, size, size, self._model.device)
+        size = self.sizes[-1]
+        for cut in list(self._batch.works):
+            self._batch.works[cut] = AttentionWork.of_limits(cut, size, size, self._model.device)
 
 
 def cuda_capture() -> Capture:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from moe_serve.errors import LogitsError
-from moe_serve.kernels.sampling import log_normalizer, rank_keys
+from moe_serve.kernels.keep_top import rank_keys
+from moe_serve.kernels.sampling import log_normalizer
 from moe_serve.messages import TokenLogprobs
 from moe_serve.upload import to_device
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from moe_serve.errors import LogitsError, NoTokenLeftError
-from moe_serve.kernels.sampling import fixed_point_weights, keep_top, pick
+from moe_serve.kernels.keep_top import keep_top
+from moe_serve.kernels.sampling import fixed_point_weights, pick
 from moe_serve.logit_edits import SamplingRow, edit_logits
 from moe_serve.logprobs import token_logprobs
 from moe_serve.messages import TokenLogprobs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernel_bench.case import FP32, Case, Problem
 from kernel_bench.inputs import against_twin, normal, size_of
-from moe_serve.kernels.sampling import fixed_point_weights, keep_min_p, keep_top, pick
+from moe_serve.kernels.keep_top import keep_top
+from moe_serve.kernels.sampling import fixed_point_weights, keep_min_p, pick
 
 # Shapes: S rows, V vocabulary, 1 one value per row.
 

@@ -107,9 +107,7 @@ def combine_cases(widths: Iterable[int]) -> Iterator[Case]:
         weights_TK, inverse_R = meta(64, 8, dtype=FP32), meta(512, dtype=INT64)
         yield Case(
             f"weigh_rows D{width}",
-            functools.partial(
-                weigh_rows_triton, meta(512, width), inverse_R, weights_TK, meta(64, width)
-            ),
+            functools.partial(weigh_rows_triton, meta(512, width), inverse_R, weights_TK),
         )
         yield Case(
             f"weigh_slots D{width}",

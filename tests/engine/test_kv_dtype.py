@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_serve import LLM, SamplingParams
+from moe_serve.executor import LocalExecutor
 
 PROMPTS = [[(7 * i + n) % 256 for i in range(n)] for n in (1, 16, 37, 70)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
@@ -34,6 +35,8 @@ def test_fp8_holds_twice_the_tokens_of_bfloat16() -> None:
     for kv_dtype in ("auto", "fp8"):
         with LLM("builtin", dtype="bfloat16", kv_cache_dtype=kv_dtype, num_threads=1) as llm:
             blocks.append(llm.engine.info.num_kv_blocks)
-            pool = llm.engine.executor.runner.pool  # type: ignore[attr-defined]
+            executor = llm.engine.executor
+            assert isinstance(executor, LocalExecutor)
+            pool = executor.runner.pool
     assert blocks[1] == 2 * blocks[0]
     assert pool[0].keys_BsNh.dtype == torch.float8_e4m3fn

@@ -19,13 +19,13 @@ from moe_serve.kernels.quantization import (
 
 
 @triton.jit
-def _decode_e4m3_kernel(codes_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_e4m3_kernel(codes_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out_ptr + at, decode_e4m3(tl.load(codes_ptr + at)))
 
 
 @triton.jit
-def _decode_e2m1_kernel(codes_ptr, scales_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_e2m1_kernel(codes_ptr, scales_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     codes, scales = tl.load(codes_ptr + at), tl.load(scales_ptr + at)
     tl.store(out_ptr + at, decode_e2m1(codes, scales, tl.float32))

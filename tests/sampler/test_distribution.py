@@ -83,7 +83,7 @@ def test_filters_keep_what_a_slow_reference_keeps(data, vocab_size):
     weights = sampling.fixed_point_weights(
         x, x.amax(-1, keepdim=True), torch.tensor([[temperature]])
     )
-    weights = sampling.keep_top(
+    weights = keep_top.keep_top(
         weights, x, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64)
     )
     weights = sampling.keep_min_p(weights, torch.tensor([[min_p]], dtype=torch.float64))
@@ -106,7 +106,7 @@ def test_looking_at_few_candidates_gives_the_same_as_sorting_all(monkeypatch, vo
     results = []
     for candidates in (1, 3, 64, vocab_size):
         monkeypatch.setattr(keep_top, "NUM_CANDIDATES", candidates)
-        results.append(sampling.keep_top(weights, logits, top_k, top_p))
+        results.append(keep_top.keep_top(weights, logits, top_k, top_p))
     assert all(torch.equal(results[0], result) for result in results[1:])
     assert ((results[0] > 0).sum(-1) <= top_k).all()
 
@@ -114,7 +114,7 @@ def test_looking_at_few_candidates_gives_the_same_as_sorting_all(monkeypatch, vo
 def test_rank_keys_order_by_logit_then_by_id():
     inf = float("inf")
     logits = torch.tensor([[0.0, -0.0, 1e-40, -1e-40, -inf, inf, -3.5, 2.0, 2.0, -3.5, -inf]])
-    keys = sampling.rank_keys(logits)[0].tolist()
+    keys = keep_top.rank_keys(logits)[0].tolist()
     order = sorted(range(len(keys)), key=lambda i: -keys[i])
     assert order == [5, 7, 8, 2, 0, 1, 3, 6, 9, 4, 10]
 
