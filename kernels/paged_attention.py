@@ -191,6 +191,27 @@ def _attend_by_splits(
     )
 
 
+@triton.jit
+def _add_tile(
+    maximum, total, values, q, start, low, high, position, count, tokens,
+    table_ptr, k_ptr, v_ptr, block_stride, slot_stride, first_scale, scale,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """The state of a block's rows after the keys of one more tile: the same for both kernels."""
+    k, v = load_tile(
+        start, low, high, table_ptr, k_ptr, v_ptr, block_stride, slot_stride,
+        HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
+    )  # fmt: skip
+    is_edge = start + KEYS > position + 1
+    if WINDOW > 0:
+        is_edge |= start < position + count - WINDOW
+    return add_keys(
+        maximum, total, values, q, k, v, first_scale, scale,
+        position + tokens, start, is_edge, WINDOW, HAS_CAP,
+    )  # fmt: skip
+
+
 # The width of the tables changes from step to step.
 @triton.jit(do_not_specialize=["table_stride"])
 def _split_kernel(
@@ -221,20 +242,13 @@ def _split_kernel(
 
         low = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
         high = tl.minimum(position + count, split * SPLIT + SPLIT)
-        last = position + count - 1
         maximum, total, values = no_keys(ROWS, COLUMNS)
         first_tile = tl.maximum(split * SPLIT, low // KEYS * KEYS)
         for start in tl.range(first_tile, high, KEYS, num_stages=STAGES, disable_licm=True):
-            k, v = load_tile(
-                start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
-                block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
-            )  # fmt: skip
-            is_edge = start + KEYS > position + 1
-            if WINDOW > 0:
-                is_edge |= start <= last - WINDOW
-            maximum, total, values = add_keys(
-                maximum, total, values, q, k, v, first_scale, scale,
-                position + tokens, start, is_edge, WINDOW, HAS_CAP,
+            maximum, total, values = _add_tile(
+                maximum, total, values, q, start, low, high, position, count, tokens,
+                table, k_ptr + kv_head, v_ptr + kv_head, block_stride, slot_stride,
+                first_scale, scale, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS, WINDOW, HAS_CAP,
             )  # fmt: skip
 
         parts = (slot + tokens) * NUM_HEADS + heads
@@ -276,16 +290,10 @@ def _whole_kernel(
         )
         maximum, total, values = no_keys(ROWS, COLUMNS)
         for start in tl.range(low // KEYS * KEYS, high, KEYS, num_stages=STAGES, disable_licm=True):
-            k, v = load_tile(
-                start, low, high, table, k_ptr + kv_head, v_ptr + kv_head,
-                block_stride, slot_stride, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS,
-            )  # fmt: skip
-            is_edge = start + KEYS > position + 1
-            if WINDOW > 0:
-                is_edge |= start < high - WINDOW
-            maximum, total, values = add_keys(
-                maximum, total, values, q, k, v, first_scale, scale,
-                position + tokens, start, is_edge, WINDOW, HAS_CAP,
+            maximum, total, values = _add_tile(
+                maximum, total, values, q, start, low, high, position, count, tokens,
+                table, k_ptr + kv_head, v_ptr + kv_head, block_stride, slot_stride,
+                first_scale, scale, HEAD_DIM, COLUMNS, BLOCK_SIZE, KEYS, WINDOW, HAS_CAP,
             )  # fmt: skip
             if (start + KEYS) % SPLIT == 0:
                 all_maximum, all_total, all_values = merge(
