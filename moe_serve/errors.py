@@ -3,6 +3,8 @@
     MoeServeError
     ├── ConfigError           a flag, variable or file asks for what cannot be: refused at start
     ├── CheckpointError       a model folder is missing, broken or unknown: refused at start
+    ├── PlacementError        a placement of experts, or a request for one, that cannot be
+    ├── RecordingError        a file of loads, routes or placements that cannot be read
     ├── RequestError          what one client sent cannot be served: 400, nothing else disturbed
     │   ├── ContextLengthError    prompt or prompt + output beyond the context
     │   ├── ModelNotFoundError    404
@@ -32,6 +34,14 @@ class ConfigError(MoeServeError):
 
 class CheckpointError(MoeServeError):
     """A model folder that cannot be loaded. The message names the file or the tensor."""
+
+
+class PlacementError(MoeServeError):
+    """Experts cannot lie so. The message names the layer, the rank or the expert."""
+
+
+class RecordingError(MoeServeError):
+    """A file of expert loads, routes or placements cannot be used. The message names the file."""
 
 
 class RequestError(MoeServeError):

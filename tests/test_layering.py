@@ -18,11 +18,11 @@ ALLOWED = {
     "kernels": {"context", "errors"},
     "parallel": {"errors", "config"},
     "routing": {"kernels", "parallel"},
-    "experts": {"kernels", "parallel", "routing"},
+    "experts": {"errors", "kernels", "parallel", "routing"},
     "api": {
         "__version__", "chat", "choices", "config", "detokenizer", "engine_client", "errors",
-        "logs", "messages", "metrics", "output", "sampling_params", "stop_matcher", "token_bytes",
-        "tokenizer", "wire",
+        "experts", "logs", "messages", "metrics", "output", "sampling_params", "stop_matcher",
+        "token_bytes", "tokenizer", "wire",
     },
 }  # fmt: skip
 KERNEL_LIBRARIES = {"torch", "triton", "moe_serve"}
@@ -30,7 +30,9 @@ MAY_IMPORT_API = {"moe_serve.serve", "moe_serve.cli.serve"}
 PURE = [
     "scheduler", "block_manager", "block_pool", "request", "request_queue", "step", "messages",
     "lane", "lane_choice", "step_codec", "rank_messages", "parallel.degrees", "parallel.layout",
-    "parallel.shard", "experts.placement",
+    "parallel.shard", "experts.placement", "experts.balance", "experts.migration",
+    "experts.recording", "experts.step_cost", "experts.statistics", "experts.report",
+    "experts.load_files", "experts.placement_files", "experts.plan", "routing.traffic",
 ]  # fmt: skip
 
 
