@@ -54,10 +54,11 @@ async def load(request: Request) -> Response:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """Version, options (without the key), and what was loaded."""
+    """Version, options (without the keys), and what was loaded."""
     state = Ticket.of(request).state
     config: dict[str, Any] = dataclasses.asdict(state.config)
-    del config["api_key"]
+    for secret in ("api_key", "admin_api_key"):
+        del config[secret]
     info = state.engine.info
     return json_response(
         {

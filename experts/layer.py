@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.placement import Placement
+from moe_serve.experts.placement import LayerPlacement
 from moe_serve.experts.tensor_parallel import TensorParallelExperts
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.layout import RankLayout
@@ -45,7 +45,7 @@ class DispatchedExperts:
 def make_expert_path(
     layout: RankLayout,
     group: RankGroup,
-    placement: Placement,
+    placement: LayerPlacement,
     backend: Backend,
     device: torch.device,
 ) -> ExpertPath:
@@ -55,5 +55,5 @@ def make_expert_path(
     """
     if not layout.expert_parallel and group.size > 1:
         return TensorParallelExperts(group, deterministic=layout.deterministic)
-    experts = ExpertMap.make(placement.rank_of, placement.index_of, group.size, device)
+    experts = ExpertMap.make(placement.experts, group.rank, device)
     return DispatchedExperts(make_dispatcher(backend, group, experts))

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from typing import Any, Literal
 
+from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import ConfigError
 
 BUILTIN_MODEL = "builtin"
@@ -24,6 +25,14 @@ KVCacheDTypeName = Literal["auto", "fp8"]
 All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
 ExpertPlacementStrategy = Literal["linear", "round_robin"]
 
+# Option -> its default, which has no effect without expert parallelism.
+_EXPERT_PARALLEL_ONLY = {
+    "all2all_backend": "auto",
+    "expert_placement_strategy": "linear",
+    "ep_num_redundant_experts": 0,
+    "init_expert_location": None,
+    "enable_eplb": False,
+}
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
@@ -96,6 +105,20 @@ class EngineConfig:
     expert_placement_strategy: ExpertPlacementStrategy = option(
         "linear", "which experts a rank holds: neighbours, or every n-th"
     )
+    ep_num_redundant_experts: int = option(
+        0, "slots for copies of experts, over all ranks, in each layer"
+    )
+    init_expert_location: str | None = option(
+        None, "file with a placement of the experts, or with a load to balance them by"
+    )
+    enable_eplb: bool = option(
+        False, "let experts move between ranks while serving, by their load and when asked"
+    )
+    eplb_config: str | None = option(
+        None,
+        "JSON: step_interval, window_size, num_redundant_experts, ...; README lists the keys",
+    )
+    expert_record_dir: str = option(".", "folder that recordings of expert choices are written to")
     deterministic: bool = option(
         False, "the same bits for every tensor-parallel size, for more memory and traffic"
     )
@@ -107,7 +130,7 @@ class EngineConfig:
         _check_at_least(self, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens",
                         "block_size", "num_kv_blocks", "num_threads", "tensor_parallel_size",
                         "data_parallel_size")  # fmt: skip
-        _check_at_least(self, 0, "max_logprobs")
+        _check_at_least(self, 0, "max_logprobs", "ep_num_redundant_experts")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization} must be above 0, at most 1"
@@ -126,15 +149,35 @@ class EngineConfig:
         self._check_experts()
 
     def _check_experts(self) -> None:
-        if self.enable_expert_parallel:
-            return
-        for name, default in (("all2all_backend", "auto"), ("expert_placement_strategy", "linear")):
+        for name, default in _EXPERT_PARALLEL_ONLY.items():
             value = getattr(self, name)
-            if value != default:
+            if value != default and not self.enable_expert_parallel:
                 raise ConfigError(
                     f"{flag(name)} {value} has no effect without expert parallelism; add "
                     "--enable-expert-parallel or drop it"
                 )
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ConfigError("--eplb-config has no effect without --enable-eplb")
+        if self.init_expert_location is not None and self.expert_placement_strategy != "linear":
+            raise ConfigError(
+                f"--expert-placement-strategy {self.expert_placement_strategy} and "
+                "--init-expert-location both place the experts; give one of them"
+            )
+        given = self.eplb.num_redundant_experts
+        if self.ep_num_redundant_experts and given not in (0, self.ep_num_redundant_experts):
+            raise ConfigError(
+                f"--ep-num-redundant-experts {self.ep_num_redundant_experts} and --eplb-config "
+                f"num_redundant_experts {given} differ; give one of them"
+            )
+
+    @property
+    def eplb(self) -> EplbConfig:
+        """What `--eplb-config` says; without it the defaults."""
+        return EplbConfig.parse(self.eplb_config)
+
+    @property
+    def num_redundant_experts(self) -> int:
+        return self.ep_num_redundant_experts or self.eplb.num_redundant_experts
 
     def engine_options(self) -> dict[str, Any]:
         """The engine's options by name, without what a subclass adds."""
@@ -163,6 +206,9 @@ class ServeConfig(EngineConfig):
         None, "name in the API; default: the hub id or folder name"
     )
     api_key: str | None = option(None, "clients must send it as a bearer token")
+    admin_api_key: str | None = option(
+        None, "bearer token of routes that change the server; default: that of clients"
+    )
     chat_template: str | None = option(None, "file with a Jinja template, instead of the model's")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after a signal")
     step_timeout: float = option(

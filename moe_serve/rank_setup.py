@@ -12,6 +12,7 @@ from moe_serve.config import EngineConfig
 from moe_serve.deterministic import check_columns
 from moe_serve.errors import ConfigError
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.initial_placement import initial_placement
 from moe_serve.kv_pool import block_bytes, make_pool, pool_blocks
 from moe_serve.loader import load_model, pick_dtype
 from moe_serve.memory_profile import largest_step, num_blocks_of, peak_bytes
@@ -49,7 +50,8 @@ class RankSetup:
         check_max_model_len(config, folder.spec.max_position)
         check_fit(folder.spec, layout)
         check_deterministic(layout, device.type)
-        shard = ModelShard(layout=layout, placement_strategy=config.expert_placement_strategy)
+        placement = initial_placement(config, folder.spec, layout)
+        shard = ModelShard(layout=layout, placement=placement)
         dtype = pick_dtype(folder.hf_config, config.dtype, device)
         check_columns(folder.spec, shard, dtype)
         return cls(config=config, seat=seat, folder=folder, shard=shard, device=device, dtype=dtype)

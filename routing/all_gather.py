@@ -33,7 +33,7 @@ class AllGathered(Dispatched):
 class AllGatherDispatcher:
     """Every rank gets all tokens, padded to the capacity, and computes what its experts must.
 
-        tokens   -> row and expert ids as bytes: one all-gather
+        tokens   -> row and physical experts as bytes: one all-gather
         results  <- [N, K, D], in which one rank at most has filled a slot: one reduce-scatter
 
     Two messages whose sizes everyone knows beforehand. The home rank weighs and adds, as
@@ -42,20 +42,22 @@ class AllGatherDispatcher:
 
     def __init__(self, group: RankGroup, experts: ExpertMap) -> None:
         self.group = group
-        self.num_local = experts.num_local[group.rank]
-        # -1 for experts of other ranks; the id of padding is -1 too and finds the last entry.
-        own = experts.index_of_E.where(experts.rank_of_E == group.rank, -1)
-        self._index_of_E = F.pad(own, (0, 1), value=-1)
+        self.experts = experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllGathered:
         (num_tokens, width), top_k = x_TD.shape, routing.ids_TK.shape[1]
         missing = capacity - num_tokens
         assert missing >= 0, f"{num_tokens} tokens do not fit a capacity of {capacity}"
-        ids_CK = F.pad(routing.ids_TK.to(torch.int16), (0, 0, 0, missing), value=-1)
-        packed = self.group.all_gather(pack(F.pad(x_TD, (0, 0, 0, missing)), ids_CK))
-        x_ND, ids_NK = unpack(packed, (width, x_TD.dtype), (top_k, torch.int16))
+        physical_TK = self.experts.choose(routing.ids_TK).to(torch.int16)
+        physical_CK = F.pad(physical_TK, (0, 0, 0, missing), value=-1)
+        packed = self.group.all_gather(pack(F.pad(x_TD, (0, 0, 0, missing)), physical_CK))
+        x_ND, physical_NK = unpack(packed, (width, x_TD.dtype), (top_k, torch.int16))
 
-        permutation = permute(self._index_of_E[ids_NK.long()], self.num_local)
+        # Neither others' experts nor padding, which is -1, stand in this rank's range.
+        index_NK = physical_NK - self.group.rank * self.experts.most_local
+        is_own_NK = (index_NK >= 0) & (index_NK < self.experts.most_local)
+        num_local = self.experts.num_local[self.group.rank]
+        permutation = permute(index_NK.where(is_own_NK, -1), num_local)
         # sync: most rows have their expert elsewhere, and are cut off.
         order_R = permutation.order_R[: int(permutation.counts_E.sum())]
         return AllGathered(

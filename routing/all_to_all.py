@@ -17,7 +17,7 @@ from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 
-# Shapes: T own tokens, D model, K top-k, E logical experts, e most experts of a rank, S ranks,
+# Shapes: T own tokens, D model, K top-k, e most experts of a rank, S ranks,
 # N tokens sent or received (one for each rank that a token needs), R rows computed here.
 
 
@@ -65,16 +65,16 @@ class AllToAllDispatcher:
         self.experts = experts
         # A row of counts for each rank: tokens first, then its experts.
         self._width = 1 + experts.most_local
-        self._cell_of_E = experts.rank_of_E * self._width + 1 + experts.index_of_E
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllToAllDispatched:
         ids_TK = routing.ids_TK
-        ranks_TK = self.experts.rank_of_E[ids_TK]
+        physical_TK = self.experts.choose(ids_TK)
+        ranks_TK = self.experts.rank_of(physical_TK)
         needed_ST = self._needed(ranks_TK)
-        sent, received, counts_Se = self._exchange_counts(ids_TK, needed_ST)
+        sent, received, counts_Se = self._exchange_counts(physical_TK + ranks_TK + 1, needed_ST)
 
         to_N, token_N = torch.nonzero_static(needed_ST, size=sum(sent.tokens_S)).unbind(1)
-        index_NK = self.experts.index_of_E[ids_TK[token_N]]
+        index_NK = self.experts.index_of(physical_TK[token_N])
         index_NK = index_NK.where(ranks_TK[token_N] == to_N[:, None], -1).to(torch.int16)
         arrived = self.group.all_to_all(
             pack(x_TD.index_select(0, token_N), index_NK), sent.tokens_S, received.tokens_S
@@ -108,10 +108,15 @@ class AllToAllDispatcher:
         needed_ST = torch.zeros(shape, dtype=torch.bool, device=ranks_TK.device)
         return needed_ST.scatter_(0, ranks_TK.T, True)
 
-    def _exchange_counts(self, ids_TK: Tensor, needed_ST: Tensor) -> tuple[_Table, _Table, Tensor]:
-        """What this rank sends to each, what it gets from each, and the latter's rows, [S, e]."""
-        cells = self._cell_of_E[ids_TK].flatten()
-        sent = count_ids(cells, self.group.size * self._width).view(self.group.size, self._width)
+    def _exchange_counts(
+        self, cells_TK: Tensor, needed_ST: Tensor
+    ) -> tuple[_Table, _Table, Tensor]:
+        """What this rank sends to each, what it gets from each, and the latter's rows, [S, e].
+
+        `cells_TK`: where a (token, slot) is counted, in the table of all ranks.
+        """
+        size = (self.group.size, self._width)
+        sent = count_ids(cells_TK.flatten(), size[0] * size[1]).view(size)
         sent[:, 0] = needed_ST.sum(1)
         received = self.group.all_to_all(sent)
         # sync: the exchange needs its row counts on the host.

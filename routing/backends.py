@@ -17,9 +17,9 @@ Backend = Literal["auto", "allgather_reducescatter", "all_to_all"]
 
 def make_dispatcher(backend: Backend, group: RankGroup, experts: ExpertMap) -> Dispatcher[Any]:
     """`group`: the ranks that `experts` places them on. A group of one has nothing to exchange."""
-    assert len(experts.num_local) == group.size
+    assert len(experts.num_local) == group.size and experts.rank == group.rank
     if group.size == 1:
-        index_of_E = None if experts.is_in_order else experts.index_of_E
+        index_of_E = None if experts.is_in_order else experts.replicas_EC[:, 0]
         return LocalDispatcher(experts.most_local, index_of_E)
     if backend == "all_to_all":
         return AllToAllDispatcher(group, experts)

@@ -8,42 +8,78 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Shapes: E logical experts.
+from moe_serve.kernels.permute import permute
 
-# Expert ids travel in two bytes.
-_MOST_EXPERTS = 2**15
+# Shapes: T tokens, K top-k, E logical experts, C most replicas of one.
+
+# Physical experts travel in two bytes.
+_MOST_PHYSICAL = 2**15
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMap:
-    """By logical expert: its rank, and its index in that rank's bank; int64 on the model's device.
+    """From logical experts to physical ones, numbered rank * `most_local` + index in its bank.
 
-    Any placement will do: ranks may hold different numbers of experts, or none. `is_in_order`: the
-    index of each expert is its number.
+    - `replicas_EC`: an expert's physical ones in order of rank, filled up with the first; int64,
+      as `num_replicas_E`.
+    - `num_local`: experts in each rank's bank. Any placement will do: ranks may hold different
+      numbers of experts, or none. `rank`: this one.
+    - `is_in_order`: the index of each expert is its number.
     """
 
-    rank_of_E: Tensor
-    index_of_E: Tensor
+    replicas_EC: Tensor
+    num_replicas_E: Tensor
     num_local: tuple[int, ...]
+    rank: int
     is_in_order: bool
 
     @classmethod
     def make(
-        cls,
-        rank_of: Sequence[int],
-        index_of: Sequence[int],
-        num_ranks: int,
-        device: torch.device | str = "cpu",
+        cls, experts: Sequence[Sequence[int]], rank: int, device: torch.device | str = "cpu"
     ) -> ExpertMap:
-        assert len(rank_of) == len(index_of) <= _MOST_EXPERTS and max(rank_of) < num_ranks
+        """`experts[rank]`: the logical experts of that rank's bank, in its order."""
+        num_local = tuple(map(len, experts))
+        most = max(num_local)
+        assert most * len(experts) <= _MOST_PHYSICAL and rank < len(experts)
+        replicas: dict[int, list[int]] = {}
+        for other, own in enumerate(experts):
+            for index, expert in enumerate(own):
+                replicas.setdefault(expert, []).append(other * most + index)
+        rows = [replicas[expert] for expert in range(len(replicas))]
+        width = max(map(len, rows))
+        padded = [row + row[:1] * (width - len(row)) for row in rows]
         return cls(
-            torch.tensor(rank_of, dtype=torch.int64, device=device),
-            torch.tensor(index_of, dtype=torch.int64, device=device),
-            tuple(list(rank_of).count(rank) for rank in range(num_ranks)),
-            list(index_of) == list(range(len(index_of))),
+            replicas_EC=torch.tensor(padded, dtype=torch.int64, device=device),
+            num_replicas_E=torch.tensor(list(map(len, rows)), dtype=torch.int64, device=device),
+            num_local=num_local,
+            rank=rank,
+            is_in_order=[row[0] for row in rows] == list(range(len(rows))),
         )
 
     @property
     def most_local(self) -> int:
         """Experts of the rank that has most."""
         return max(self.num_local)
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
+        """Logical experts of this rank's tokens -> a physical one for each, [T, K].
+
+        Replicas take turns: the n-th time (from 0, by token and slot) that this rank's tokens name
+        an expert, replica (n + rank) % replicas computes it. So each gets as many to within one,
+        and ranks with few tokens do not all begin with the same. Which one it is changes no bit.
+        """
+        num_experts, most_replicas = self.replicas_EC.shape
+        if most_replicas == 1:
+            return self.replicas_EC.squeeze(1)[ids_TK]
+        permutation = permute(ids_TK, num_experts)
+        starts_E = permutation.counts_E.cumsum(0) - permutation.counts_E
+        times_TK = permutation.inverse_R.view_as(ids_TK) - starts_E[ids_TK]
+        turn_TK = (times_TK + self.rank) % self.num_replicas_E[ids_TK]
+        return self.replicas_EC[ids_TK, turn_TK]
+
+    def rank_of(self, physical_TK: Tensor) -> Tensor:
+        return physical_TK // self.most_local
+
+    def index_of(self, physical_TK: Tensor) -> Tensor:
+        """In the bank of its rank."""
+        return physical_TK % self.most_local

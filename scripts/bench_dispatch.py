@@ -103,7 +103,9 @@ class TorchDispatcher:
     def __init__(self, group: RankGroup, experts: ExpertMap) -> None:
         self.group = group
         self.num_local = experts.num_local[group.rank]
-        self.index_of_E = experts.index_of_E.where(experts.rank_of_E == group.rank, -1)
+        physical_E = experts.replicas_EC[:, 0]
+        is_own_E = experts.rank_of(physical_E) == group.rank
+        self.index_of_E = experts.index_of(physical_E).where(is_own_E, -1)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> TorchDispatched:
         parts = (x_TD, routing.weights_TK, routing.ids_TK.to(torch.int16))
@@ -170,8 +172,8 @@ def own_bank(setting: Setting, num_local: int) -> ExpertBank:
 
 def measure(group: RankGroup, setting: Setting) -> list[str]:
     """The lines of one setting, the same on every rank."""
-    placement = Placement.make(setting.num_experts, group.size, "linear")
-    experts = ExpertMap.make(placement.rank_of, placement.index_of, group.size)
+    placement = Placement.make(1, setting.num_experts, group.size)
+    experts = ExpertMap.make(placement.layers[0].experts, group.rank)
     bank = own_bank(setting, experts.num_local[group.rank])
     x_TD, routing = tokens_of(setting, group.rank)
     paths = [
@@ -192,7 +194,7 @@ def measure(group: RankGroup, setting: Setting) -> list[str]:
     sent = [bytes_of(group, exchange(path, False)) for path in paths]
     calls = [exchange(path, with_experts) for path in paths for with_experts in (False, True)]
     times = medians(calls, setting.rounds)
-    found = bounds(setting, experts.rank_of_E[routing.ids_TK], group.rank)
+    found = bounds(setting, experts.rank_of(experts.choose(routing.ids_TK)), group.rank)
     needed = Bounds(home_adds=total(found.home_adds), ranks_add=total(found.ranks_add))
     return [
         line(*cells(setting, path.name, sent[i], needed), *times[2 * i : 2 * i + 2])

@@ -68,7 +68,7 @@ class MoE(nn.Module):
         self.router = Router(spec.router, spec.num_experts, hidden_size, device)
         shard = ranks.shard
         self.experts = ExpertBank(
-            len(shard.experts(spec.num_experts)),
+            len(shard.experts(moe_index, spec.num_experts)),
             hidden_size,
             shard.expert_inner(spec.inner_size).size,
             spec.activation,
@@ -79,7 +79,7 @@ class MoE(nn.Module):
         self.path = make_expert_path(
             shard.layout,
             ranks.experts if shard.layout.expert_parallel else ranks.lane,
-            shard.placement(spec.num_experts),
+            shard.layer_placement(moe_index, spec.num_experts),
             ranks.all2all_backend,
             device,
         )

@@ -22,9 +22,10 @@ def expert_sources(
     names: CheckpointNames,
     shapes: Mapping[str, Shape],
     shard: ModelShard,
+    moe_index: int,
 ) -> Iterator[Source]:
     """Each of the two parameters comes from one stacked tensor, or expert by expert."""
-    inner, bank = spec.inner_size, shard.experts(spec.num_experts)
+    inner, bank = spec.inner_size, shard.experts(moe_index, spec.num_experts)
     gate_up = _Stack(
         block=block,
         parameter=f"{block.ours}experts.gate_up_EGD",

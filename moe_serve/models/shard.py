@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_serve.config import ExpertPlacementStrategy
-from moe_serve.experts.placement import Placement
+from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.models.spec import AttentionSpec
 from moe_serve.parallel.layout import SINGLE_RANK, RankLayout
 from moe_serve.parallel.shard import HeadShard, Span, split, split_heads
@@ -28,10 +27,12 @@ class ModelShard:
 
     Deterministic ranks hold output and down projections whole: these run on a token slice, on
     all columns, so that no sum crosses ranks.
+
+    `placement`: where experts lie with expert parallelism; it counts MoE layers from 0.
     """
 
     layout: RankLayout = SINGLE_RANK
-    placement_strategy: ExpertPlacementStrategy = "linear"
+    placement: Placement | None = None
 
     def vocab(self, vocab_size: int) -> Span:
         return self._split(vocab_size)
@@ -51,11 +52,11 @@ class ModelShard:
     def down_columns(self, inner_size: int) -> Span:
         return Span(0, inner_size) if self.layout.deterministic else self._split(inner_size)
 
-    def experts(self, num_experts: int) -> tuple[int, ...]:
-        """Logical experts of this rank, in the order of its bank."""
+    def experts(self, moe_index: int, num_experts: int) -> tuple[int, ...]:
+        """Logical experts of this rank in that MoE layer, in the order of its bank."""
         if not self.layout.expert_parallel:
             return tuple(range(num_experts))
-        return self.placement(num_experts).experts[self.layout.rank]
+        return self.layer_placement(moe_index, num_experts).experts[self.layout.rank]
 
     def expert_inner(self, inner_size: int) -> Span:
         """Rows of each expert's gate and of its up projection."""
@@ -64,8 +65,11 @@ class ModelShard:
     def expert_down_columns(self, inner_size: int) -> Span:
         return Span(0, inner_size) if self.layout.expert_parallel else self.down_columns(inner_size)
 
-    def placement(self, num_experts: int) -> Placement:
-        return Placement.make(num_experts, self.layout.expert_size, self.placement_strategy)
+    def layer_placement(self, moe_index: int, num_experts: int) -> LayerPlacement:
+        """Linear, unless it was chosen."""
+        if self.placement is None:
+            return Placement.make(1, num_experts, self.layout.expert_size).layers[0]
+        return self.placement.layers[moe_index]
 
     def _split(self, size: int) -> Span:
         return split(size, self.layout.lane_rank, self.layout.tensor_size)

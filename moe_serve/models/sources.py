@@ -27,6 +27,7 @@ def decoder_sources(
     ]
     if not spec.tie_embeddings:
         sources.append(_matrix("head.weight_ND", ("lm_head.weight",), table, rows=rows))
+    moe_index = 0
     for index, layer in enumerate(spec.layers):
         ours, theirs = f"layers.{index}.", f"model.layers.{index}."
         norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -36,9 +37,9 @@ def decoder_sources(
         sources += _attention(layer.attention, size, attention, shard)
         if isinstance(layer.mlp, MoESpec):
             blocks = tuple(f"{theirs}{prefix}." for prefix in names.moe_prefixes)
-            sources += _moe(
-                layer.mlp, size, BlockNames(f"{ours}mlp.", blocks), names, shapes, shard
-            )
+            block = BlockNames(f"{ours}mlp.", blocks)
+            sources += _moe(layer.mlp, size, block, names, shapes, shard, moe_index)
+            moe_index += 1
         else:
             inner = layer.mlp.inner_size
             own = shard.inner(inner), shard.down_columns(inner)
@@ -127,10 +128,11 @@ def _moe(
     names: CheckpointNames,
     shapes: Mapping[str, Shape],
     shard: ModelShard,
+    moe_index: int,
 ) -> Iterator[Source]:
     router = f"{block.ours}router.weight_ED"
     yield _matrix(router, block.all("gate.weight"), (spec.num_experts, size))
-    yield from expert_sources(spec, size, block, names, shapes, shard)
+    yield from expert_sources(spec, size, block, names, shapes, shard, moe_index)
     if spec.shared is None:
         return
     inner = spec.shared.inner_size

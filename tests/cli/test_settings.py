@@ -20,11 +20,12 @@ ENGINE_FLAGS = """
     --[no-]enforce-eager --kv-cache-dtype --kv-cache-memory --num-kv-blocks
     --num-gpu-blocks-override --[no-]enable-prefix-caching --max-logprobs --num-threads
     --tensor-parallel-size --tp --data-parallel-size --dp --[no-]enable-expert-parallel
-    --all2all-backend --expert-placement-strategy --[no-]deterministic --collective-timeout
-    --help
+    --all2all-backend --expert-placement-strategy --ep-num-redundant-experts
+    --init-expert-location --[no-]enable-eplb --eplb-config --expert-record-dir
+    --[no-]deterministic --collective-timeout --help
 """.split()
 SERVE_FLAGS = """
-    --host --port --served-model-name --api-key --chat-template --shutdown-timeout
+    --host --port --served-model-name --api-key --admin-api-key --chat-template --shutdown-timeout
     --step-timeout --max-body-bytes --max-queue-len --max-choices --metrics-prefix --log-level
 """.split()
 GENERATE_FLAGS = """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import DispatchedExperts, ExpertPath, make_expert_path
-from moe_serve.experts.placement import Placement
+from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.kernels.combine import weigh_slots
 from moe_serve.models.shard import ModelShard
 from moe_serve.parallel.group import RankGroup
@@ -93,11 +93,13 @@ def own_path(group: RankGroup, case: Case, bank: ExpertBank) -> tuple[ExpertPath
         expert_parallel=case.placement is not None,
         deterministic=case.deterministic,
     )
-    shard = ModelShard(layout=layout)
-    placement = Placement(case.placement) if case.placement else shard.placement(NUM_EXPERTS)
-    experts = placement.experts[group.rank] if case.placement else shard.experts(NUM_EXPERTS)
+    placement = None
+    if case.placement is not None:
+        placement = Placement((LayerPlacement(case.placement),))
+    shard = ModelShard(layout=layout, placement=placement)
+    experts = shard.experts(0, NUM_EXPERTS)
     rows, columns = shard.expert_inner(case.inner), shard.expert_down_columns(case.inner)
-    path = make_expert_path(layout, group, placement, case.backend, CPU)
+    path = make_expert_path(layout, group, shard.layer_placement(0, NUM_EXPERTS), case.backend, CPU)
     return path, part_of(bank, experts, rows, columns)
 
 
@@ -168,7 +170,7 @@ def test_whole_experts_on_any_rank_give_the_bits_of_one(
     pool: RankPool, placement: str, backend: Backend, dtype: str
 ) -> None:
     experts = UNEVEN if placement == "uneven" else None
-    experts = experts or Placement.make(NUM_EXPERTS, 4, placement).experts
+    experts = experts or Placement.make(1, NUM_EXPERTS, 4, placement).layers[0].experts
     assert_equal(run(pool, Case(placement=experts, backend=backend, dtype=dtype)))
 
 

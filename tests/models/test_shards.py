@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_serve import checkpoint
 from moe_serve.checkpoint import Checkpoint
 from moe_serve.errors import CheckpointError, ConfigError
+from moe_serve.experts.placement import Placement
 from moe_serve.loader import load_model
 from moe_serve.model_folder import read_config
 from moe_serve.models.decoder import Decoder
@@ -24,6 +25,7 @@ from moe_serve.parallel.layout import RankLayout
 from moe_serve.ranks import Ranks
 
 CPU = torch.device("cpu")
+NUM_EXPERTS = 8
 # A dense layer where the family can have one, biases where it can, a vocabulary that is uneven.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"vocab_size": 321},
@@ -47,7 +49,7 @@ ARRANGEMENTS = {
 Weights = dict[str, Tensor]
 
 
-def shards(arrangement: str) -> list[ModelShard]:
+def shards(arrangement: str, num_experts: int = NUM_EXPERTS) -> list[ModelShard]:
     """One a rank."""
     tensor, data, expert_parallel, round_robin, deterministic = ARRANGEMENTS[arrangement]
     return [
@@ -59,7 +61,9 @@ def shards(arrangement: str) -> list[ModelShard]:
                 expert_parallel=expert_parallel,
                 deterministic=deterministic,
             ),
-            placement_strategy="round_robin" if round_robin else "linear",
+            placement=Placement.make(9, num_experts, tensor * data, "round_robin")
+            if round_robin
+            else None,
         )
         for rank in range(tensor * data)
     ]
@@ -134,7 +138,7 @@ def joined(spec: DecoderSpec, ranks: list[ModelShard], parts: list[Weights]) -> 
     for name in wholes[0]:
         if layout.expert_parallel and ".experts." in name:
             everyone = [part[name] for part in parts]
-            wholes[0][name] = join_experts(everyone, ranks[0].placement_strategy)
+            wholes[0][name] = join_experts(everyone, ranks[0].placement is None)
         else:
             assert all(torch.equal(whole[name], wholes[0][name]) for whole in wholes), name
     return wholes[0]
@@ -180,9 +184,9 @@ def join_qkv(spec: AttentionSpec, parts: list[Tensor]) -> Tensor:
     return torch.cat(whole)
 
 
-def join_experts(parts: list[Tensor], strategy: str) -> Tensor:
+def join_experts(parts: list[Tensor], is_linear: bool) -> Tensor:
     """Neighbours: one rank after the other. Round robin: expert e is at e % ranks, e // ranks."""
-    if strategy == "linear":
+    if is_linear:
         return torch.cat(parts)
     num_experts = sum(len(part) for part in parts)
     return torch.stack([parts[e % len(parts)][e // len(parts)] for e in range(num_experts)])
@@ -334,7 +338,7 @@ def test_a_rank_may_have_no_expert(make_tiny: Any, num_experts: int) -> None:
     tiny = make_tiny("qwen3_moe", num_experts=num_experts, num_experts_per_tok=1)
     whole = weights_of(tiny, ModelShard())
     for strategy_arrangement in ("tp4-ep", "ep3-round-robin"):
-        parts = [weights_of(tiny, shard) for shard in shards(strategy_arrangement)]
+        parts = [weights_of(tiny, shard) for shard in shards(strategy_arrangement, num_experts)]
         name = "layers.1.mlp.experts.gate_up_EGD"
         assert [len(part[name]) for part in parts] == [
             int(rank < num_experts) for rank in range(len(parts))

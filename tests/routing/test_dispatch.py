@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -43,17 +44,7 @@ class Case:
 
     @property
     def num_experts(self) -> int:
-        return sum(len(own) for own in self.placement)
-
-    @property
-    def expert_map(self) -> ExpertMap:
-        places = {
-            expert: (rank, index)
-            for rank, own in enumerate(self.placement)
-            for index, expert in enumerate(own)
-        }
-        rank_of, index_of = zip(*(places[expert] for expert in sorted(places)), strict=True)
-        return ExpertMap.make(rank_of, index_of, len(self.placement))
+        return len({expert for own in self.placement for expert in own})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,7 @@ def oracle(case: Case, rank: int) -> Tensor:
 
 def run_case(group: RankGroup, case: Case) -> Outcome:
     """On each rank. Twice, so that a rank that keeps something from a step is found."""
-    dispatcher = make_dispatcher(case.backend, group, case.expert_map)
+    dispatcher = make_dispatcher(case.backend, group, ExpertMap.make(case.placement, group.rank))
     capacity = max(case.num_tokens) + case.spare_capacity
     own = list(case.placement[group.rank])
     group.bytes_sent = 0
@@ -134,21 +125,39 @@ def pool() -> Iterator[RankPool]:
 def check(pool: RankPool, case: Case) -> list[Outcome]:
     outcomes = pool.run(run_case, case, size=len(case.placement), deadline=10)
     assert [outcome.is_equal for outcome in outcomes] == [True] * len(outcomes)
-    chosen = list(itertools.chain(*(row for outcome in outcomes for row in outcome.ids)))
-    for own, outcome in zip(case.placement, outcomes, strict=True):
-        assert outcome.counts == [chosen.count(expert) for expert in own]
+    assert [outcome.counts for outcome in outcomes] == turns(case, outcomes)
     assert sum(sum(outcome.counts) for outcome in outcomes) == sum(case.num_tokens) * case.top_k
     return outcomes
 
 
-def placements(num_experts: int, num_ranks: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
-    """Any expert on any rank, at any place of its bank; ranks may have none."""
-    ranks = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts)
-    return st.tuples(ranks, st.permutations(range(num_experts))).map(
-        lambda drawn: tuple(
-            tuple(expert for expert in drawn[1] if drawn[0][expert] == rank)
-            for rank in range(num_ranks)
-        )
+def turns(case: Case, outcomes: list[Outcome]) -> list[list[int]]:
+    """Rows of each rank's experts, where the replicas of an expert take turns for each home rank,
+    the first turn being that of the rank's own number.
+    """
+    holders = {
+        expert: [rank for rank, own in enumerate(case.placement) if expert in own]
+        for expert in range(case.num_experts)
+    }
+    rows = collections.Counter[tuple[int, int]]()
+    for home, outcome in enumerate(outcomes):
+        times = collections.Counter[int]()
+        for expert in itertools.chain(*outcome.ids):
+            ranks = holders[expert]
+            rows[ranks[(times[expert] + home) % len(ranks)], expert] += 1
+            times[expert] += 1
+    return [[rows[rank, expert] for expert in own] for rank, own in enumerate(case.placement)]
+
+
+@st.composite
+def placements(draw: st.DrawFn, num_experts: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Any expert on any rank, or on several, at any place of its bank; ranks may have none."""
+    holders = st.sets(st.integers(0, num_ranks - 1), min_size=1)
+    if not draw(st.booleans()):
+        holders = st.integers(0, num_ranks - 1).map(lambda rank: {rank})
+    ranks_of = [draw(holders) for _ in range(num_experts)]
+    order = draw(st.permutations(range(num_experts)))
+    return tuple(
+        tuple(expert for expert in order if rank in ranks_of[expert]) for rank in range(num_ranks)
     )
 
 
@@ -192,6 +201,10 @@ CORNERS = {
     "all tokens to one expert": Case(
         backend="auto", num_tokens=(129, 0, 7, 17), placement=((0, 2), (1, 3), (5, 4), (6, 7)),
         top_k=1, hidden=33, dtype="bfloat16", kind="one expert", seed=4,
+    ),
+    "one hot expert on all ranks": Case(
+        backend="auto", num_tokens=(33, 0, 7, 1), placement=((2, 0), (2, 1), (3, 2), (2,)),
+        top_k=1, hidden=33, dtype="float32", kind="one expert", seed=2,
     ),
     "many experts": Case(
         backend="auto", num_tokens=(17, 40), placement=(tuple(range(0, 300, 2)),
