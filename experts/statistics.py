@@ -58,9 +58,12 @@ def replica_counts(placement: Placement) -> npt.NDArray[np.int64]:
 
 def sum_by_rank(values_LP: Load, placement: Placement) -> Floats:
     """[L, R]: sums over each rank's slots; 0 for a rank without slots."""
-    ends = np.cumsum((0, *placement.slots_of_ranks))
-    sums_LP = np.pad(np.cumsum(values_LP, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
-    return np.diff(sums_LP[:, ends], axis=1)
+    sums_LR = np.zeros((len(values_LP), placement.num_ranks))
+    start = 0
+    for rank, count in enumerate(placement.slots_of_ranks):
+        sums_LR[:, rank] = values_LP[:, start : start + count].sum(1)
+        start += count
+    return sums_LR
 
 
 def rank_loads(load_LE: Load, placement: Placement) -> Floats:
@@ -74,13 +77,15 @@ def rank_loads(load_LE: Load, placement: Placement) -> Floats:
 def balancedness(load_LR: Load) -> Floats:
     """[L]: mean over ranks / maximum over ranks; 1 is perfect, and a layer without load is 1."""
     means_L, highest_L = load_LR.mean(1, dtype=np.float64), load_LR.max(1).astype(np.float64)
-    return np.divide(means_L, highest_L, out=np.ones_like(means_L), where=highest_L > 0)
+    even_L: Floats = np.divide(means_L, highest_L, out=np.ones_like(means_L), where=highest_L > 0)
+    return even_L
 
 
 def shares(load_LE: Load) -> Floats:
     """[L, E]: of each layer's load; zeros for a layer without load."""
     sums_L1 = load_LE.sum(1, keepdims=True, dtype=np.float64)
-    return np.divide(load_LE, sums_L1, out=np.zeros(load_LE.shape), where=sums_L1 > 0)
+    share_LE: Floats = np.divide(load_LE, sums_L1, out=np.zeros(load_LE.shape), where=sums_L1 > 0)
+    return share_LE
 
 
 def entropy(load_LE: Load) -> Floats:
@@ -113,8 +118,8 @@ def gini(load_LE: Load) -> Floats:
 def hot_share(load_LE: Load, count: int) -> Floats:
     """[L]: share of the `count` experts of a layer with the most load."""
     highest_LE = -np.sort(-shares(load_LE), axis=1)
-    total: Floats = highest_LE[:, :count].sum(1)
-    return total
+    total_L: Floats = highest_LE[:, :count].sum(1)
+    return total_L
 
 
 def hottest_over_mean(load_LE: Load) -> Floats:
