@@ -23,10 +23,18 @@ from moe_serve.routing.router import Routing
 class ExpertPath(Protocol):
     """Every rank of the group calls `run`, also with T = 0."""
 
-    def run(self, x_TD: Tensor, routing: Routing, bank: ExpertBank, capacity: int) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        bank: ExpertBank,
+        capacity: int,
+        rows_1: Tensor | None = None,
+    ) -> Tensor:
         """Weighted sum of each own token's experts -> [T, D] in x's dtype.
 
         `capacity`: the largest T of any rank of the group in this step, the same on each.
+        `rows_1` grows by the rows that whole experts of this rank compute.
         """
         ...
 
@@ -37,8 +45,17 @@ class DispatchedExperts:
     def __init__(self, dispatcher: Dispatcher[Any]) -> None:
         self.dispatcher = dispatcher
 
-    def run(self, x_TD: Tensor, routing: Routing, bank: ExpertBank, capacity: int) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        bank: ExpertBank,
+        capacity: int,
+        rows_1: Tensor | None = None,
+    ) -> Tensor:
         dispatched = self.dispatcher.dispatch(x_TD, routing, capacity)
+        if rows_1 is not None:
+            rows_1 += dispatched.counts_E.sum()
         return self.dispatcher.combine(bank(dispatched.rows_RD, dispatched.counts_E), dispatched)
 
 

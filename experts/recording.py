@@ -54,11 +54,11 @@ class LoadRecording:
 
     @property
     def num_layers(self) -> int:
-        return self.counts_WCLE.shape[2]
+        return int(self.counts_WCLE.shape[2])
 
     @property
     def num_experts(self) -> int:
-        return self.counts_WCLE.shape[3]
+        return int(self.counts_WCLE.shape[3])
 
     @property
     def num_steps(self) -> int:
@@ -95,15 +95,15 @@ class RouteRecording:
 
     @property
     def num_tokens(self) -> int:
-        return self.ids_TLK.shape[0]
+        return len(self.ids_TLK)
 
     @property
     def num_layers(self) -> int:
-        return self.ids_TLK.shape[1]
+        return int(self.ids_TLK.shape[1])
 
     @property
     def top_k(self) -> int:
-        return self.ids_TLK.shape[2]
+        return int(self.ids_TLK.shape[2])
 
     @property
     def counts_LE(self) -> Ints:

@@ -42,7 +42,14 @@ class TensorParallelExperts:
         self.lane = lane
         self.deterministic = deterministic
 
-    def run(self, x_TD: Tensor, routing: Routing, bank: ExpertBank, capacity: int) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        bank: ExpertBank,
+        capacity: int,
+        rows_1: Tensor | None = None,
+    ) -> Tensor:
         """Weighted sum of each own token's experts -> [T, D] in x's dtype.
 
         `capacity`: the largest T of any rank of the lane.

@@ -10,7 +10,7 @@ from moe_serve.kernels.jit import by_device, launch, tl, triton
 from moe_serve.kernels.ordered_bits import ordered_bits
 from moe_serve.kernels.row_tiles import power_of_two, router_tiles
 
-# Shapes: T tokens, E experts, K top-k, G groups.
+# Shapes: T tokens, E experts, K top-k, G groups, C phases.
 
 SCORES = ("softmax", "sigmoid")
 # Below the key of any number.
@@ -27,7 +27,8 @@ def topk_router_torch(
     correction_bias_E: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    load_E: Tensor | None = None,
+    load_CE: Tensor | None = None,
+    phases_T: Tensor | None = None,
     num_valid_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> ids [T, K] int64 (best first), weights [T, K] fp32. T = 0 is fine.
@@ -39,8 +40,9 @@ def topk_router_torch(
     Softmax over the chosen logits alone (gpt-oss) is softmax, renormalised. Equal scores, and
     groups of equal worth, rank by lower id. Rows with NaN get some K different experts.
 
-    `load_E` int64 grows by one for each token and slot. `num_valid_1`: rows from there on are
-    padding: their ids are -1, their weights 0, and nothing counts them.
+    `load_CE` int64 grows by one for each token and slot, in the token's row: `phases_T` int32,
+    0 without it. `num_valid_1`: rows from there on are padding: their ids are -1, their weights 0,
+    and nothing counts them.
     """
     _check(score, logits_TE.shape[1], num_groups)
     scores_TE = logits_TE.float().softmax(-1) if score == "softmax" else sigmoid(logits_TE)
@@ -59,8 +61,10 @@ def topk_router_torch(
         is_valid_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] < num_valid_1
         times_TK = times_TK * is_valid_T1
         ids_TK, weights_TK = ids_TK.where(is_valid_T1, -1), weights_TK.where(is_valid_T1, 0.0)
-    if load_E is not None:
-        load_E.scatter_add_(0, chosen_TK.flatten(), times_TK.flatten())
+    if load_CE is not None:
+        if phases_T is not None:
+            chosen_TK = chosen_TK + phases_T[:, None] * load_CE.shape[1]
+        load_CE.view(-1).scatter_add_(0, chosen_TK.flatten(), times_TK.flatten())
     return ids_TK, weights_TK
 
 
@@ -99,7 +103,8 @@ def topk_router_triton(
     correction_bias_E: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
-    load_E: Tensor | None = None,
+    load_CE: Tensor | None = None,
+    phases_T: Tensor | None = None,
     num_valid_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits_TE.shape
@@ -107,7 +112,9 @@ def topk_router_triton(
     if top_groups >= num_groups:
         num_groups = top_groups = 1
     assert logits_TE.stride(1) == 1 and 1 <= top_k <= num_experts
-    assert load_E is None or (load_E.dtype == torch.int64 and load_E.shape == (num_experts,))
+    if load_CE is not None:
+        assert load_CE.dtype == torch.int64 and load_CE.shape[1] == num_experts
+        assert load_CE.is_contiguous() and (phases_T is None or phases_T.is_contiguous())
     ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     group_size = num_experts // num_groups
@@ -121,7 +128,8 @@ def topk_router_triton(
         num_valid_1,
         ids_TK,
         weights_TK,
-        load_E,
+        load_CE,
+        phases_T,
         num_tokens,
         logits_TE.stride(0),
         scale,
@@ -187,6 +195,7 @@ def _topk_router_kernel(
     ids_ptr,
     weights_ptr,
     load_ptr,
+    phases_ptr,
     num_tokens,
     logits_stride,
     scale,
@@ -249,6 +258,10 @@ def _topk_router_kernel(
     tl.store(ids_ptr + out_at, tl.where(is_valid, ids, -1).to(tl.int64), mask=mask)
     tl.store(weights_ptr + out_at, tl.where(is_valid, weights, 0.0), mask=mask)
     if load_ptr is not None:
+        at = ids
+        if phases_ptr is not None:
+            phases = tl.load(phases_ptr + rows, mask=rows < num_tokens, other=0)
+            at += phases[:, None] * (NUM_GROUPS * GROUP_SIZE)
         one = tl.full((ROWS, KS), 1, tl.int64)
         # Integers: exact in any order.
-        tl.atomic_add(load_ptr + ids, one, mask=mask & is_valid, sem="relaxed")
+        tl.atomic_add(load_ptr + at, one, mask=mask & is_valid, sem="relaxed")

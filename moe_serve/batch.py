@@ -6,13 +6,18 @@ import dataclasses
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_serve.context import StepContext
+from moe_serve.experts.recording import PHASES
 from moe_serve.step import Chunk, StepPlan
 from moe_serve.upload import to_device
 
 # Shapes: T tokens, S sequences, B blocks.
+
+Array = npt.NDArray[np.int64]
+PREFILL, DECODE, RECOMPUTED = range(len(PHASES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +52,21 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         block_tables_SB=to_device(tables_SB, torch.int64, device),
         num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
         block_size=block_size,
+        phases_T=to_device(_phases(chunks, positions_T, sequence_T), torch.int32, device),
     )
     token_ids_T = to_device(list(ids), torch.int64, device)
     return Batch(token_ids_T=token_ids_T, context=context)
 
 
-def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> np.ndarray:
+def _phases(chunks: tuple[Chunk, ...], positions_T: Array, sequence_T: Array) -> Array:
+    """Of each token: is it the prompt's or the output's, or computed again?"""
+    ends_S = np.array([chunk.request.num_prompt_tokens for chunk in chunks], dtype=np.int64)
+    again_S = np.array([chunk.start + chunk.num_recomputed for chunk in chunks], dtype=np.int64)
+    phases_T = np.where(positions_T < ends_S[sequence_T], PREFILL, DECODE)
+    return np.where(positions_T < again_S[sequence_T], RECOMPUTED, phases_T)
+
+
+def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> Array:
     """[S, B] int64: the blocks that hold each sequence up to its chunk's end, padded with 0."""
     counts = [-(-chunk.stop // block_size) for chunk in chunks]
     tables_SB = np.zeros((len(chunks), max(counts, default=0)), dtype=np.int64)

@@ -33,6 +33,8 @@ class StepContext:
     - `context_lens`: S counts of positions that a sequence's last new token sees, itself included.
       0: the sequence is padding, and its rows of attention hold anything.
     - `block_tables_SB`: block ids in order, padded with 0; int64.
+    - `phases_T`: the phase of each token, an index into `experts.recording.PHASES`, int32; None:
+      0 for all.
     - `num_valid_1`: one int32 on the device: rows of T from there on are padding, which a captured
       graph needs, and nothing may count them. None: there is no padding.
     - `works`: what attention kernels planned so far; a captured graph brings its own.
@@ -45,6 +47,7 @@ class StepContext:
     block_tables_SB: torch.Tensor
     num_decodes: int
     block_size: int
+    phases_T: torch.Tensor | None = None
     num_valid_1: torch.Tensor | None = None
     works: dict[Cut, AttentionWork] = dataclasses.field(default_factory=dict)
 

@@ -56,6 +56,7 @@ class StaticBatch:
         self.positions_S = zeros(max_num_seqs)
         self.slots_S = zeros(max_num_seqs) - 1
         self.block_tables_SB = zeros(max_num_seqs, -(-max_model_len // block_size))
+        self.phases_S = zeros(max_num_seqs, dtype=torch.int32)
         self.num_valid_1 = zeros(1, dtype=torch.int32)
         self.works: dict[Cut, AttentionWork] = {}
 
@@ -69,6 +70,7 @@ class StaticBatch:
             block_tables_SB=self.block_tables_SB[:size],
             num_decodes=size,
             block_size=self.block_size,
+            phases_T=self.phases_S[:size],
             num_valid_1=self.num_valid_1,
             works=self.works,
         )
@@ -82,6 +84,8 @@ class StaticBatch:
         self.token_ids_S[:count].copy_(batch.token_ids_T)
         self.positions_S[:count].copy_(context.positions_T)
         self.slots_S[:count].copy_(context.slots_T)
+        assert context.phases_T is not None
+        self.phases_S[:count].copy_(context.phases_T)
         self.block_tables_SB[:count, :width].copy_(context.block_tables_SB)
         for cut, work in self.works.items():
             work.copy_(context.work(cut))

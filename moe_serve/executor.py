@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from moe_serve.decode_graphs import cuda_capture
+from moe_serve.experts.load import LoadCounts
 from moe_serve.model_runner import ModelRunner, StepResult
 from moe_serve.step import StepPlan
 
@@ -14,8 +15,8 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepResult:
         """One result per chunk of the plan, in order."""
 
-    def expert_load(self) -> list[list[int]]:
-        """Tokens routed so far, by MoE layer and logical expert."""
+    def read_load(self) -> LoadCounts:
+        """What was counted so far on all ranks."""
 
     def forget_warm_up(self, num_blocks: int) -> None:
         """Wipe the load and the first blocks of each pool."""
@@ -38,8 +39,8 @@ class LocalExecutor:
         assert result is not None
         return result
 
-    def expert_load(self) -> list[list[int]]:
-        return self.runner.load.to_list()
+    def read_load(self) -> LoadCounts:
+        return self.runner.load.read()
 
     def forget_warm_up(self, num_blocks: int) -> None:
         self.runner.forget_warm_up(num_blocks)

@@ -72,8 +72,15 @@ class Lane:
     def _plan(self, request: Request) -> None:
         num_tokens = min(self._budget, request.num_tokens_left)
         self._budget -= num_tokens
+        start = request.num_computed_tokens
+        num_recomputed = min(start + num_tokens, request.num_computed_before) - start
         self._chunks.append(
-            Chunk(request=request, start=request.num_computed_tokens, num_tokens=num_tokens)
+            Chunk(
+                request=request,
+                start=start,
+                num_tokens=num_tokens,
+                num_recomputed=max(0, num_recomputed),
+            )
         )
 
     def can_admit(self, request: Request) -> bool:

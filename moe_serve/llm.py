@@ -100,7 +100,8 @@ class LLM:
         Each row sums to top_k times the tokens computed: prompts and outputs, without what came
         from the prefix cache, and counted again where a preempted request was computed again.
         """
-        return self.engine.executor.expert_load()
+        counts: list[list[int]] = self.engine.executor.read_load().counts_LE.tolist()
+        return counts
 
     def close(self) -> None:
         """Free the model and the KV pool, end the other ranks. The object is of no use then."""

@@ -104,7 +104,7 @@ class ModelRunner:
 
     def forget_warm_up(self, num_blocks: int) -> None:
         """Wipe what steps so far left in the load counters and in the pool's first blocks."""
-        self.load.counts_LE.zero_()
+        self.load.clear()
         for kv in self.pool:
             kv.keys_BsNh[:num_blocks].zero_()
             kv.values_BsNh[:num_blocks].zero_()

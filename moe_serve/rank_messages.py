@@ -81,9 +81,9 @@ class ReadLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """Tokens that this rank has routed, by MoE layer and logical expert."""
+    """What this rank has counted: `LoadCounts.to_bytes`, since it is long and comes often."""
 
-    counts: list[list[int]]
+    counts: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ def _work(link: LeaderLink, runner: ModelRunner) -> None:
         if isinstance(message, ForgetWarmUp):
             runner.forget_warm_up(message.num_blocks)
         elif isinstance(message, ReadLoad):
-            link.send(RankLoad(counts=runner.load.to_list()))
+            link.send(RankLoad(counts=runner.load.read().to_bytes()))
         else:
             assert not isinstance(message, FitPool | MakePool)
             plan = decoder.decode(message)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from moe_serve.errors import EngineDeadError, LogitsError, MoeServeError, NoTokenLeftError
+from moe_serve.experts.load import LoadCounts
 from moe_serve.load_display import LoadDisplay
 from moe_serve.model_runner import ModelRunner, StepResult
 from moe_serve.parallel.layout import RankLayout
@@ -66,10 +67,13 @@ class RankedExecutor:
                 failures |= {failure.request_id: _error(failure) for failure in answer.failures}
         return StepResult(results=results, failures=failures)
 
-    def expert_load(self) -> list[list[int]]:
+    def read_load(self) -> LoadCounts:
         self._links.send_all(ReadLoad())
-        others = [answer.counts for answer in self._links.receive_all(RankLoad)]
-        return _sum([self.runner.load.to_list(), *others])
+        own = self.runner.load.read()
+        shape = own.counts_LCE.shape
+        answers = self._links.receive_all(RankLoad)
+        others = [LoadCounts.from_bytes(answer.counts, shape) for answer in answers]
+        return LoadCounts.join([own, *others])
 
     def forget_warm_up(self, num_blocks: int) -> None:
         self._links.send_all(ForgetWarmUp(num_blocks=num_blocks))
@@ -110,12 +114,6 @@ def to_lane_result(result: StepResult) -> LaneResult:
 def _error(failure: LaneFailure) -> LogitsError:
     kind = NoTokenLeftError if failure.is_client_fault else LogitsError
     return kind(failure.message)
-
-
-def _sum(loads: Iterable[list[list[int]]]) -> list[list[int]]:
-    return [
-        [sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*loads, strict=True)
-    ]
 
 
 def load_ranks(

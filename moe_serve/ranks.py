@@ -30,22 +30,33 @@ class Ranks:
         return self.shard.layout
 
     def step(
-        self, num_tokens_of_lanes: Sequence[int], num_valid_1: Tensor | None = None
+        self,
+        num_tokens_of_lanes: Sequence[int],
+        phases_T: Tensor | None = None,
+        num_valid_1: Tensor | None = None,
     ) -> StepTokens:
+        """`phases_T`: of all tokens of this lane."""
         layout = self.layout
         slices = TokenSlices(self.lane, num_tokens_of_lanes[layout.lane])
         most = max(num_tokens_of_lanes) if layout.expert_parallel else slices.num_tokens
-        return StepTokens(slices, -(-most // layout.tensor_size), num_valid_1)
+        return StepTokens(
+            slices,
+            -(-most // layout.tensor_size),
+            None if phases_T is None else slices.own(phases_T),
+            num_valid_1,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTokens:
     """`slices`: how this lane's tokens lie on its ranks. `capacity`: the longest slice of any rank
-    that meets this one's experts; every rank knows it. `num_valid_1`: see `StepContext`.
+    that meets this one's experts; every rank knows it. `phases_T` of the own slice, and
+    `num_valid_1`: see `StepContext`.
     """
 
     slices: TokenSlices
     capacity: int
+    phases_T: Tensor | None = None
     num_valid_1: Tensor | None = None
 
 

@@ -243,9 +243,9 @@ class Scheduler:
     def _advance(self, chunk: Chunk) -> None:
         request = chunk.request
         assert chunk.start == request.num_computed_tokens, f"{request.request_id}: stale plan"
-        num_again = min(chunk.stop, request.num_computed_before) - chunk.start
-        if num_again > 0:
-            self._count(num_recomputed_tokens=self._counters.num_recomputed_tokens + num_again)
+        if chunk.num_recomputed:
+            num_again = self._counters.num_recomputed_tokens + chunk.num_recomputed
+            self._count(num_recomputed_tokens=num_again)
         request.num_computed_tokens = chunk.stop
         self._lane_of(request).block_manager.cache_computed(request)
 

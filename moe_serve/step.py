@@ -12,7 +12,8 @@ from moe_serve.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next `num_tokens` positions of one request, from `start` on.
+    """The next `num_tokens` positions of one request, from `start` on, the first `num_recomputed`
+    of which had been computed before it was preempted.
 
     `is_last`: the chunk reaches the request's last known token, so the logits after it choose
     the next one (unless the request wants no tokens at all).
@@ -21,6 +22,7 @@ class Chunk:
     request: Request
     start: int
     num_tokens: int
+    num_recomputed: int = 0
 
     @property
     def stop(self) -> int:

@@ -36,6 +36,7 @@ class ChunkNews(NamedTuple):
     request_id: str
     start: int
     num_tokens: int
+    num_recomputed: int
     output_token_ids: list[int]
     block_ids: list[int]
 
@@ -128,6 +129,7 @@ def _tell(chunk: Chunk, told: _Told) -> ChunkNews:
         request.request_id,
         chunk.start,
         chunk.num_tokens,
+        chunk.num_recomputed,
         request.output_token_ids[told.num_output_tokens :],
         request.block_ids[told.num_blocks :],
     )
@@ -175,4 +177,9 @@ class StepDecoder:
         request = self._requests[news.request_id]
         request.output_token_ids += news.output_token_ids
         request.block_ids += news.block_ids
-        return Chunk(request=request, start=news.start, num_tokens=news.num_tokens)
+        return Chunk(
+            request=request,
+            start=news.start,
+            num_tokens=news.num_tokens,
+            num_recomputed=news.num_recomputed,
+        )

@@ -28,6 +28,11 @@ class TokenSlices:
         """Tokens of this rank's slice, without the padding."""
         return min(self.size, max(0, self.num_tokens - self.group.rank * self.size))
 
+    def own(self, x_TC: Tensor) -> Tensor:
+        """This rank's rows of what every rank of the lane has, without padding."""
+        start = self.group.rank * self.size
+        return x_TC[start : start + self.num_valid]
+
     def gather(self, x_tC: Tensor) -> Tensor:
         """The slices of all ranks -> [T, C]."""
         if not self.num_tokens:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_serve.kernels.topk_router import topk_router
 
-# Shapes: T tokens, E experts, K top-k.
+# Shapes: T tokens, E experts, K top-k, C phases.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,13 @@ def route(
     spec: RouterSpec,
     correction_bias_E: Tensor | None = None,
     *,
-    load_E: Tensor | None = None,
+    load_CE: Tensor | None = None,
+    phases_T: Tensor | None = None,
     num_valid_1: Tensor | None = None,
 ) -> Routing:
     """Choose the experts of each token. Logits are taken to fp32 before anything else.
 
-    `load_E` counts the choices; `num_valid_1`: see `StepContext`.
+    `load_CE` counts the choices, by the phase of each token; `num_valid_1`: see `StepContext`.
     """
     ids_TK, weights_TK = topk_router(
         logits_TE,
@@ -55,7 +56,8 @@ def route(
         correction_bias_E=correction_bias_E,
         num_groups=spec.num_groups,
         top_groups=spec.top_groups,
-        load_E=load_E,
+        load_CE=load_CE,
+        phases_T=phases_T,
         num_valid_1=num_valid_1,
     )
     return Routing(ids_TK, weights_TK)

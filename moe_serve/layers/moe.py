@@ -17,7 +17,7 @@ from moe_serve.models.spec import MoESpec
 from moe_serve.ranks import Ranks, StepTokens
 from moe_serve.routing.router import RouterSpec, Routing, route
 
-# Shapes: T tokens, t rows of the token slice, D model, E experts.
+# Shapes: T tokens, t rows of the token slice, D model, C phases, E experts.
 
 
 class Router(nn.Module):
@@ -40,10 +40,20 @@ class Router(nn.Module):
         return linear(x_TD, self.weight_ED)
 
     def forward(
-        self, x_TD: Tensor, load_E: Tensor | None = None, num_valid_1: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        load_CE: Tensor | None = None,
+        phases_T: Tensor | None = None,
+        num_valid_1: Tensor | None = None,
     ) -> Routing:
-        """`load_E` grows by the choices of all rows but padding: those from `num_valid_1` on."""
-        return route(self.logits(x_TD), self.spec, load_E=load_E, num_valid_1=num_valid_1)
+        """`load_CE` grows by the choices of all rows but padding: those from `num_valid_1` on."""
+        return route(
+            self.logits(x_TD),
+            self.spec,
+            load_CE=load_CE,
+            phases_T=phases_T,
+            num_valid_1=num_valid_1,
+        )
 
 
 class MoE(nn.Module):
@@ -97,9 +107,12 @@ class MoE(nn.Module):
             return x_tD
         # Padding is neither routed nor counted.
         x_TD = x_tD[: tokens.slices.num_valid]
-        load_E = None if load is None else load.counts_LE[self.moe_index]
-        routing = self.router(x_TD, load_E, tokens.num_valid_1)
-        y_TD = self.path.run(x_TD, routing, self.experts, tokens.capacity)
+        load_CE = rows_1 = None
+        if load is not None:
+            load_CE = load.counts_LCE[self.moe_index]
+            rows_1 = load.rows_L[self.moe_index : self.moe_index + 1]
+        routing = self.router(x_TD, load_CE, tokens.phases_T, tokens.num_valid_1)
+        y_TD = self.path.run(x_TD, routing, self.experts, tokens.capacity, rows_1)
         if self.shared is not None:
             y_TD = y_TD + self._shared(x_TD, self.shared)
         missing = x_tD.shape[0] - x_TD.shape[0]

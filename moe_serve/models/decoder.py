@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         one rank. All ranks of all lanes call it together, with or without tokens.
         """
         lanes = num_tokens_of_lanes or [context.num_tokens]
-        tokens = self.ranks.step(lanes, context.num_valid_1)
+        tokens = self.ranks.step(lanes, context.phases_T, context.num_valid_1)
         tables = self._tables if context.num_tokens else {}
         length = max(context.context_lens, default=0)
         angles = {rope: table.lookup(context.positions_T, length) for rope, table in tables.items()}

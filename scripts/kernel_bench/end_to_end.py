@@ -143,7 +143,7 @@ class Rig:
     def bytes_to_read(self, load: Load) -> float:
         """By a decode step: keys and values, and each weight once, of the experts that its tokens
         choose. Run such a step before: its counts tell."""
-        used = (self.runner.load.counts_LE > 0).sum().item()
+        used = (self.runner.load.counts_LCE.sum(1) > 0).sum().item()
         spec = self.decoder.spec
         expert = 3 * spec.hidden_size * spec.moe_layers[0].inner_size
         everything = sum(p.numel() * p.element_size() for p in self.decoder.parameters())
@@ -200,7 +200,7 @@ def _record(rig: Rig, load: Load, ceilings: Ceilings | None, mode: str) -> dict[
     _check(rig.runner.run(plan), load)
     if ceilings is None:
         return found
-    rig.runner.load.counts_LE.zero_()
+    rig.runner.load.clear()
     rig.runner.run(plan)
     spread = _step_times(rig.runner, plan)
     found |= {"us": spread, "syncs": _syncs(lambda: rig.runner.run(plan))}

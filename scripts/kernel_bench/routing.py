@@ -66,21 +66,21 @@ def _route(model: Model, tokens: int, device: torch.device, number: int) -> Prob
         options["correction_bias_E"] = normal(
             model.num_experts, device=device, dtype=FP32, scale=0.1
         )
-    load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=device)
+    load_CE = torch.zeros(1, model.num_experts, dtype=torch.int64, device=device)
 
     def check(found: tuple[Tensor, Tensor]) -> float:
         ids_TK, weights_TK = twin_of(topk_router)(logits_TE, model.top_k, **options)
         differs = (ids_TK != found[0]).double().mean()
-        if float(differs) > _MOST_DIFFERENT or int(load_E.sum()) != tokens * model.top_k:
+        if float(differs) > _MOST_DIFFERENT or int(load_CE.sum()) != tokens * model.top_k:
             return float("inf")
         return difference(found[1], weights_TK)
 
     return Problem(
-        run=lambda: topk_router(logits_TE, model.top_k, load_E=load_E, **options),
+        run=lambda: topk_router(logits_TE, model.top_k, load_CE=load_CE, **options),
         check=check,
         flops=0,
-        num_bytes=size_of(logits_TE, load_E) + tokens * model.top_k * 12,
-        baseline=lambda: twin_of(topk_router)(logits_TE, model.top_k, load_E=load_E, **options),
+        num_bytes=size_of(logits_TE, load_CE) + tokens * model.top_k * 12,
+        baseline=lambda: twin_of(topk_router)(logits_TE, model.top_k, load_CE=load_CE, **options),
     )
 
 

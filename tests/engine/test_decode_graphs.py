@@ -54,6 +54,7 @@ def make_batch(lens: Sequence[int], new_tokens: Sequence[int] | None = None) -> 
         block_tables_SB=torch.arange(len(lens))[:, None] * 10 + torch.arange(width),
         num_decodes=sum(new == 1 for new in new_tokens),
         block_size=BLOCK_SIZE,
+        phases_T=torch.arange(len(positions), dtype=torch.int32) % 3,
     )
     return Batch(token_ids_T=torch.arange(len(positions)) + 7, context=context)
 

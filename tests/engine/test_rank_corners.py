@@ -169,7 +169,7 @@ def drive(engine: Engine, asked: list[Asked], num_alone: int, twice: bool) -> To
         num_hits=engine.stats.prefix_cache_hits,
         lanes=driver.lanes,
     )
-    load = engine.executor.expert_load()
+    load = engine.executor.read_load().counts_LE.tolist()
     assert [sum(row) for row in load] == [driver.num_tokens * TOP_K] * len(load)
     return told
 

@@ -82,7 +82,7 @@ def complete(engine: Engine, ids: list[list[int]], num_logprobs: int) -> Told:
     engine.scheduler.check_integrity()
     bits = hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()
     used = sorted(set(lanes.values()))
-    return Told(list(tokens.values()), bits, engine.executor.expert_load(), used)
+    return Told(list(tokens.values()), bits, engine.executor.read_load().counts_LE.tolist(), used)
 
 
 def on_ranks(

@@ -41,7 +41,7 @@ def test_nothing_is_left_of_the_warm_up(
     engine = load_engine(config)
     assert isinstance(engine.executor, LocalExecutor)
     assert steps == [33, 17, 33]
-    assert not any(count for row in engine.executor.expert_load() for count in row)
+    assert not engine.executor.read_load().counts_LCE.any()
     for kv in engine.executor.runner.pool:
         assert not kv.keys_BsNh.any() and not kv.values_BsNh.any()
     engine.close()

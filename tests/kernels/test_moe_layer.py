@@ -110,6 +110,6 @@ def test_one_token_then_none(place: torch.device) -> None:
         torch.testing.assert_close(out_TD.double(), expected, atol=1e-4, rtol=1e-4)
         assert run(layer, x_TD[:0], load).shape == (0, HIDDEN)
         # The path itself, as a rank without tokens runs it for the others.
-        none = layer.router(x_TD[:0], load.counts_LE[0])
+        none = layer.router(x_TD[:0], load.counts_LCE[0])
         assert layer.path.run(x_TD[:0], none, layer.experts, 1).shape == (0, HIDDEN)
-    assert load.to_list() == [[2, 2, 0, 0, 0, 0, 0, 0]]
+    assert load.read().counts_LE.tolist() == [[2, 2, 0, 0, 0, 0, 0, 0]]

@@ -65,14 +65,17 @@ def test_every_kind_of_router(
         "score": score, "renormalize": top_k != 6, "scale": 2.5, "correction_bias_E": bias_E,
         "num_groups": num_groups, "top_groups": top_groups,
     }  # fmt: skip
-    load_E = torch.full((num_experts,), 5, device=device)
-    ids_TK, weights_TK = op(logits_TE, top_k, **options, load_E=load_E)
+    load_CE = torch.full((3, num_experts), 5, device=device)
+    phases_T = torch.tensor([2, 0, 0, 1, 2, 0, 2], dtype=torch.int32, device=device)
+    ids_TK, weights_TK = op(logits_TE, top_k, **options, load_CE=load_CE, phases_T=phases_T)
     expected_ids, expected_weights = simple_router(logits_TE, top_k, **options)
     assert ids_TK.dtype == torch.int64 and weights_TK.dtype == torch.float32
     assert ids_TK.tolist() == expected_ids
     expected = torch.tensor(expected_weights, device=device)
     torch.testing.assert_close(weights_TK, expected, atol=1e-6, rtol=1e-5)
-    assert torch.equal(load_E - 5, torch.bincount(ids_TK.flatten(), minlength=num_experts))
+    for phase, load_E in enumerate(load_CE - 5):
+        own_TK = ids_TK[phases_T == phase]
+        assert torch.equal(load_E, torch.bincount(own_TK.flatten(), minlength=num_experts))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -84,15 +87,15 @@ def test_padding_is_not_routed_and_not_counted(
     plain_ids, plain_weights = op(logits_TE, 3, score="softmax", renormalize=True)
     assert plain_ids.shape == plain_weights.shape == (num_tokens, 3)
     for num_valid in {0, 1, num_tokens // 2, num_tokens}:
-        load_E = torch.zeros(13, dtype=torch.int64, device=device)
+        load_CE = torch.zeros(1, 13, dtype=torch.int64, device=device)
         valid_1 = torch.tensor([num_valid], dtype=torch.int32, device=device)
         ids_TK, weights_TK = op(
-            logits_TE, 3, score="softmax", renormalize=True, load_E=load_E, num_valid_1=valid_1
+            logits_TE, 3, score="softmax", renormalize=True, load_CE=load_CE, num_valid_1=valid_1
         )
         assert torch.equal(ids_TK[:num_valid], plain_ids[:num_valid])
         assert torch.equal(weights_TK[:num_valid], plain_weights[:num_valid])
         assert (ids_TK[num_valid:] == -1).all() and (weights_TK[num_valid:] == 0).all()
-        assert load_E.sum() == 3 * min(num_valid, num_tokens)
+        assert load_CE.sum() == 3 * min(num_valid, num_tokens)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -163,11 +166,11 @@ def test_rows_with_nan_get_experts_that_exist(device: torch.device, op: Any, sco
     for row, value in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
         logits_TE[row, ::2] = value
     logits_TE[4] = float("nan")
-    load_E = torch.zeros(13, dtype=torch.int64, device=device)
-    ids_TK, _ = op(logits_TE, 5, score=score, renormalize=True, load_E=load_E)
+    load_CE = torch.zeros(1, 13, dtype=torch.int64, device=device)
+    ids_TK, _ = op(logits_TE, 5, score=score, renormalize=True, load_CE=load_CE)
     for ids in ids_TK.tolist():
         assert len(set(ids)) == 5 and 0 <= min(ids) and max(ids) < 13
-    assert load_E.sum() == 6 * 5
+    assert load_CE.sum() == 6 * 5
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

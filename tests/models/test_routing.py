@@ -91,13 +91,13 @@ def test_moe_layer_takes_no_rows(make_moe, has_shared: bool, dtype: torch.dtype)
     layer = make_moe(has_shared=has_shared, dtype=dtype)
     out_TD = layer(torch.empty(0, 64, dtype=dtype), SINGLE_RANK.step([0]), load)
     assert (out_TD.shape, out_TD.dtype) == ((0, 64), dtype)
-    assert load.counts_LE.sum() == 0
+    assert load.counts_LCE.sum() == 0
 
 
 def test_every_routed_token_is_counted_once(make_tiny) -> None:
     runner = make_tiny("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1]).runner()
     runner.generate(range(7), 5)
-    assert runner.load.counts_LE.sum(1).tolist() == [(7 + 4) * 2] * 2
+    assert runner.load.counts_LCE.sum((1, 2)).tolist() == [(7 + 4) * 2] * 2
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
@@ -111,7 +111,7 @@ def test_a_row_gets_the_same_bits_alone_and_among_others(
     whole = at_once.step(token_ids, 0)
     steps = [one_by_one.step(token_ids[i : i + 1], i)[0] for i in range(70)]
     assert torch.equal(torch.stack(steps), whole)
-    assert torch.equal(at_once.load.counts_LE, one_by_one.load.counts_LE)
+    assert torch.equal(at_once.load.counts_LCE, one_by_one.load.counts_LCE)
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ STEP = StepMessage(
             request_id="a", prompt_token_ids=[1, 2], sampling=SAMPLING, max_tokens=0, seed=2**64 - 1
         )
     ],
-    chunks=[ChunkNews("a", 0, 2, [], [7]), ChunkNews("c", 9, 1, [4], [])],
+    chunks=[ChunkNews("a", 0, 2, 2, [], [7]), ChunkNews("c", 9, 1, 0, [4], [])],
 )
 RESULT = LaneResult(
     results=[
@@ -116,7 +116,7 @@ MESSAGES: list[wire.Message] = [
     dataclasses.replace(STEP, new_requests=[], dropped_ids=[], chunks=[]),
     RESULT,
     ReadLoad(),
-    RankLoad(counts=[[2**40, 0], [1, 2]]),
+    RankLoad(counts=b"\x01\x00"),
     ForgetWarmUp(num_blocks=4),
     RankFailed(message="why", is_config=False),
 ]

@@ -177,15 +177,15 @@ def test_a_request_is_sent_whole_once_and_then_by_its_news(make_engine):
     ranks.step()
     (message,) = ranks.messages
     assert [new.request_id for new in message.new_requests] == ["a"]
-    assert message.chunks == [("a", 0, 2048, [], list(range(750)))]
+    assert message.chunks == [("a", 0, 2048, 0, [], list(range(750)))]
     assert ranks.num_bytes[0] > 3000
     ranks.step()
-    assert ranks.messages[0].chunks == [("a", 2048, 952, [], [])]
+    assert ranks.messages[0].chunks == [("a", 2048, 952, 0, [], [])]
     for number in range(1, 50):
         ranks.step()
         (message,) = ranks.messages
         assert message.dropped_ids == [] and message.new_requests == []
-        ((_, start, num_tokens, tokens, block_ids),) = message.chunks
+        ((_, start, num_tokens, _, tokens, block_ids),) = message.chunks
         assert (start, num_tokens, len(tokens)) == (2999 + number, 1, 1)
         assert len(block_ids) == (number % 4 == 1)
         assert ranks.num_bytes[0] < 120
