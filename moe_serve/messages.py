@@ -1,14 +1,15 @@
 """What the API process and the engine process tell each other.
 
 Plain frozen dataclasses, so that nothing but `wire` needs to know how they travel.
-To the engine: `AddRequest`, `AbortRequests`, `Shutdown`.
-From the engine: `EngineReady` once, then `EngineOutputs` a step, or `EngineFailed` and the end.
+To the engine: `AddRequest`, `AbortRequests`, calls, `Shutdown`.
+From the engine: `EngineReady` once, then `EngineOutputs` a step and `CallAnswer` a call, or
+`EngineFailed` and the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from moe_serve.sampling_params import SamplingParams
 
@@ -34,6 +35,51 @@ class AbortRequests:
     """Forget these requests and free their blocks. Unknown ids are ignored; nothing is answered."""
 
     request_ids: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCall:
+    """What was counted so far: a load document, see `experts.load_files`."""
+
+    call_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCall:
+    """Where the experts lie: a placement document, see `experts.placement_files`.
+
+    `verify`: also whether all replicas of each expert have the same weights on all ranks.
+    """
+
+    call_id: int
+    verify: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceCall:
+    """Move experts; answered when they lie anew, or why they do not.
+
+    `slots`: by MoE layer, the logical expert of each slot, rank after rank; None: by the load.
+    """
+
+    call_id: int
+    slots: list[list[int]] | None = None
+    max_moves: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCall:
+    """Record from now on, or no more, or write what was recorded to a file.
+
+    - `mode`, to start: "counts", in windows of `window` steps, or "routes", of each token.
+    - `style`, to dump: the file's suffix without its dot.
+    """
+
+    call_id: int
+    action: Literal["start", "stop", "dump"]
+    mode: Literal["counts", "routes"] = "counts"
+    window: int = 100
+    style: Literal["json", "npz", "pt"] = "npz"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +147,44 @@ class EngineStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStats:
+    """How evenly the experts of the newest window are used, and how often they were moved.
+
+    - balancedness: mean and minimum over layers, of the rows that ranks computed; 1.0 on one rank.
+    - `entropy`: mean over layers; 1 where all experts get as much.
+    - `hot_shares`: by k, the share of all choices that the k hottest experts of a layer get, mean
+      over layers.
+    - `rows_of_ranks`: since the start.
+    - `rebalances`: by outcome, since the start; `rebalance_seconds` of the last one that was done.
+    """
+
+    balancedness_mean: float
+    balancedness_min: float
+    entropy: float
+    hot_shares: dict[int, float]
+    rows_of_ranks: list[int]
+    is_rebalancing: bool = False
+    rebalances: dict[str, int] = dataclasses.field(default_factory=dict)
+    rebalance_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutputs:
+    """`experts`: only where they were counted anew."""
+
     updates: list[RequestUpdate]
     stats: EngineStats
+    experts: ExpertStats | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallAnswer:
+    """`body`, or why there is none: `error`; `is_client_fault`: what was asked for cannot be."""
+
+    call_id: int
+    body: dict[str, Any] | None = None
+    error: str | None = None
+    is_client_fault: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,5 +228,6 @@ class EngineFailed:
     is_config: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = EngineReady | EngineOutputs | EngineFailed
+EngineCall = LoadCall | PlacementCall | RebalanceCall | RecordCall
+ToEngine = AddRequest | AbortRequests | EngineCall | Shutdown
+FromEngine = EngineReady | EngineOutputs | CallAnswer | EngineFailed

@@ -1,15 +1,19 @@
 """What rank 0 and the other ranks of an engine tell each other, beside tensors.
 
-To a rank: `FitPool` and `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad` and
-`ForgetWarmUp` in any order, `Shutdown` at the end.
+To a rank: `FitPool` and `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad`,
+`ForgetWarmUp` and what moves experts, in any order, `Shutdown` at the end.
 From a rank: `RankHello`, `LoadProgress`, `RankLoaded`, `PoolFits`, `RankReady`, then `LaneResult` a
-step from a lane's leader, `RankLoad` when asked; or `RankFailed` and the end.
+step from a lane's leader, and answers to what was asked; or `RankFailed` and the end.
+
+Experts move in parts: `StageExperts`, `ReadStaging` until all ranks are done, then `SwitchExperts`
+between two steps, or `DropStaged`, and all is as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from moe_serve.experts.migration import ExpertCopy
 from moe_serve.messages import Shutdown
 from moe_serve.step import ChunkResult
 from moe_serve.step_codec import StepMessage
@@ -54,7 +58,11 @@ class MakePool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankReady:
-    """The rank waits for steps."""
+    """The rank waits for steps. `expert_address`: where others get weights of its experts from;
+    empty where none move.
+    """
+
+    expert_address: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,61 @@ class ForgetWarmUp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertAddresses:
+    """By rank, what `RankReady` told."""
+
+    addresses: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageExperts:
+    """Fetch these experts beside those in use, within `timeout` seconds. Answered by nothing."""
+
+    copies: list[ExpertCopy]
+    timeout: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadStaging:
+    """Answered with `Staging`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """How far a rank is: done, at work, or why it cannot. `num_bytes` came from other ranks."""
+
+    is_done: bool
+    num_bytes: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchExperts:
+    """From the next step on: what was staged is in use. `layers`: by MoE layer, the experts of
+    each rank in all its slots.
+    """
+
+    layers: dict[int, list[list[int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DropStaged:
+    """Forget what was staged; stop staging."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChecksums:
+    """Answered with `Checksums`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums:
+    """By MoE layer and slot of the rank: of the weights that are in use."""
+
+    checksums: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
     """The rank is about to end. `is_config` tells a user's mistake from our own fault."""
 
@@ -101,7 +164,20 @@ class RankFailed:
     is_config: bool
 
 
-ToRank = FitPool | MakePool | StepMessage | ReadLoad | ForgetWarmUp | Shutdown
+ToRank = (
+    FitPool
+    | MakePool
+    | ExpertAddresses
+    | StepMessage
+    | ReadLoad
+    | ForgetWarmUp
+    | StageExperts
+    | ReadStaging
+    | SwitchExperts
+    | DropStaged
+    | ReadChecksums
+    | Shutdown
+)
 FromRank = (
     RankHello
     | LoadProgress
@@ -110,5 +186,7 @@ FromRank = (
     | RankReady
     | LaneResult
     | RankLoad
+    | Staging
+    | Checksums
     | RankFailed
 )

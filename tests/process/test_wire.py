@@ -11,18 +11,28 @@ import pytest
 from moe_serve import listen, wire
 from moe_serve.banner import banner
 from moe_serve.errors import ConfigError
+from moe_serve.experts.migration import ExpertCopy
 from moe_serve.messages import (
     AbortRequests,
     AddRequest,
+    CallAnswer,
     EngineFailed,
     EngineOutputs,
     EngineReady,
     EngineStats,
+    ExpertStats,
+    LoadCall,
+    PlacementCall,
+    RebalanceCall,
+    RecordCall,
     RequestUpdate,
     Shutdown,
     TokenLogprobs,
 )
 from moe_serve.rank_messages import (
+    Checksums,
+    DropStaged,
+    ExpertAddresses,
     FitPool,
     ForgetWarmUp,
     LaneFailure,
@@ -35,7 +45,12 @@ from moe_serve.rank_messages import (
     RankLoad,
     RankLoaded,
     RankReady,
+    ReadChecksums,
     ReadLoad,
+    ReadStaging,
+    StageExperts,
+    Staging,
+    SwitchExperts,
 )
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.step import ChunkResult, SampledToken
@@ -89,6 +104,10 @@ MESSAGES: list[wire.Message] = [
         arrival_time=1.5,
     ),
     AbortRequests(request_ids=["a", "b"]),
+    LoadCall(call_id=1),
+    PlacementCall(call_id=2, verify=True),
+    RebalanceCall(call_id=3, slots=[[0, 1], [1, 0]], max_moves=4),
+    RecordCall(call_id=4, action="start", mode="routes", window=7, style="pt"),
     Shutdown(),
     READY,
     EngineFailed(message="why", is_config=True),
@@ -104,20 +123,38 @@ MESSAGES: list[wire.Message] = [
             )
         ],
         stats=EngineStats(num_running=1, kv_cache_usage=0.5),
+        experts=ExpertStats(
+            balancedness_mean=0.5,
+            balancedness_min=0.25,
+            entropy=0.9,
+            hot_shares={1: 0.5, 8: 1.0},
+            rows_of_ranks=[2**40, 3],
+            rebalances={"done": 2},
+        ),
     ),
+    CallAnswer(call_id=1, body={"a": [[1, 2.5], None], "b": {"c": "d"}}),
+    CallAnswer(call_id=1, error="why", is_client_fault=True),
     RankHello(),
     LoadProgress(bytes_read=1, bytes_needed=2**40),
     RankLoaded(),
     FitPool(),
     PoolFits(num_blocks=3),
     MakePool(num_blocks=2),
-    RankReady(),
+    RankReady(expert_address="tcp://127.0.0.1:1"),
+    ExpertAddresses(addresses=["tcp://127.0.0.1:1"]),
     STEP,
     dataclasses.replace(STEP, new_requests=[], dropped_ids=[], chunks=[]),
     RESULT,
     ReadLoad(),
     RankLoad(counts=b"\x01\x00"),
     ForgetWarmUp(num_blocks=4),
+    StageExperts(copies=[ExpertCopy(0, 1, 2, 3)], timeout=1.5),
+    ReadStaging(),
+    Staging(is_done=False, num_bytes=2**40, error="why"),
+    SwitchExperts(layers={3: [[0, 1], [1]]}),
+    DropStaged(),
+    ReadChecksums(),
+    Checksums(checksums=[[2**63 - 1], [0]]),
     RankFailed(message="why", is_config=False),
 ]
 
