@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.layer import make_expert_path
+from moe_serve.experts.layer import ExpertPath, make_expert_path
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.experts.placement import LayerPlacement
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.linear import linear
 from moe_serve.layers.mlp import GatedMLP
@@ -86,13 +87,8 @@ class MoE(nn.Module):
             device,
             shard.expert_down_columns(spec.inner_size).size,
         )
-        self.path = make_expert_path(
-            shard.layout,
-            ranks.experts if shard.layout.expert_parallel else ranks.lane,
-            shard.layer_placement(moe_index, spec.num_experts),
-            ranks.all2all_backend,
-            device,
-        )
+        self._ranks, self._device = ranks, device
+        self.place(shard.layer_placement(moe_index, spec.num_experts))
         self.shared: GatedMLP | None = None
         self.shared_gate: Projection | None = None
         if spec.shared is not None:
@@ -101,6 +97,17 @@ class MoE(nn.Module):
             )
             if spec.shared.has_gate:
                 self.shared_gate = Projection(hidden_size, 1, dtype=dtype, device=device)
+
+    def place(self, placement: LayerPlacement) -> None:
+        """From now on the bank's slots, here and on other ranks, are taken to hold these experts.
+
+        To be called between two steps, on all ranks between the same two.
+        """
+        ranks, layout = self._ranks, self._ranks.layout
+        group = ranks.experts if layout.expert_parallel else ranks.lane
+        self.path: ExpertPath = make_expert_path(
+            layout, group, placement, ranks.all2all_backend, self._device
+        )
 
     def forward(self, x_tD: Tensor, tokens: StepTokens, load: ExpertLoad | None) -> Tensor:
         if not tokens.capacity:
