@@ -42,6 +42,15 @@ def write_routes(routes: RouteRecording, path: str | Path) -> None:
     write_document(values, path)
 
 
+def is_routes(path: str | Path) -> bool:
+    """Whether `read_routes`, rather than `load_files.read_load`, is for this file.
+
+    Raises `RecordingError` where it cannot be read at all.
+    """
+    document = read_document(path)
+    return document.has_format(FORMAT) or any(name.endswith("_ids") for name in document.names)
+
+
 def read_routes(path: str | Path, *, num_experts: int | None = None) -> RouteRecording:
     """`num_experts` is for files that do not tell; without it the highest id is the last expert.
 

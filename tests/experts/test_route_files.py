@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_serve.errors import RecordingError
 from moe_serve.experts.recording import PHASES, RouteRecording
-from moe_serve.experts.route_files import load_of, read_routes, write_routes
+from moe_serve.experts.route_files import is_routes, load_of, read_routes, write_routes
 from tests.experts.recordings import data_file, random_routes
 
 
@@ -35,6 +35,7 @@ routes_of_any_size = st.builds(
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_our_own_format_gives_the_same_routes_back(tmp_path: Path, routes: RouteRecording) -> None:
     write_routes(routes, tmp_path / "routes.npz")
+    assert is_routes(tmp_path / "routes.npz")
     assert_same_routes(routes, read_routes(tmp_path / "routes.npz"))
 
 
