@@ -38,6 +38,8 @@ Floats = npt.NDArray[np.float64]
 
 # Tokens of the recording from which one point of the break-even is told.
 _SAMPLE_TOKENS = 1024
+# Choices of the longest step that it goes to: more would only take long.
+_MOST_CHOICES = 2**21
 # Sums of the same seconds in another order are not less.
 _ROUNDING = 1e-9
 
@@ -112,8 +114,8 @@ class TimeModel:
 class BreakEven(NamedTuple):
     """Tokens per rank and step with which expert parallelism takes less time than replicas.
 
-    From `first` (None: never) to `last` (None: without end), as far as `most`, which is what one
-    step of the whole recording gives each rank; 0: too short to tell.
+    From `first` (None: never) to `last` (None: without end), as far as `most`, for which the
+    recording has a step; 0: it is too short to tell.
     """
 
     first: int | None
@@ -162,7 +164,9 @@ class ReplicaComparison:
         self._steps: dict[int, tuple[StepGroup, float]] = {}
 
     def break_even(self, table: SlotTable) -> BreakEven:
-        most = len(self._ids_TLK) // self._num_ranks
+        num_tokens, num_layers, top_k = self._ids_TLK.shape
+        longest = max(self._num_ranks, _MOST_CHOICES // (num_layers * top_k))
+        most = min(num_tokens, longest) // self._num_ranks
         return find_break_even(lambda size: self._is_lower(table, size), most)
 
     def _is_lower(self, table: SlotTable, tokens_of_rank: int) -> bool:

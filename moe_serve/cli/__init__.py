@@ -18,6 +18,7 @@ PROG = "moe-serve"
 COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "generate": "complete prompts from the command line",
+    "plan": "replay recorded expert choices through placements, before having the GPUs",
     "version": "print the version",
 }
 

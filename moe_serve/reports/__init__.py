@@ -1,0 +1,1 @@
+"""What is told of expert load, as text and as files."""
