@@ -55,13 +55,13 @@ class BlockManager:
     def can_use_prefix(self, request: Request) -> bool:
         """Whether cached blocks may stand in for the request's own.
 
-        Not while prompt logprobs are wanted: these need the logits of every prompt position.
+        Not while prompt logprobs are wanted, or routes: these need every prompt position computed.
         They are complete once there is an output token.
         """
-        wants_prompt_logits = (
-            request.sampling.prompt_logprobs is not None and not request.output_token_ids
-        )
-        return self.enable_prefix_caching and not wants_prompt_logits
+        sampling = request.sampling
+        wants_positions = sampling.prompt_logprobs is not None or sampling.return_routed_experts
+        needs_prompt = wants_positions and not request.output_token_ids
+        return self.enable_prefix_caching and not needs_prompt
 
     def find_prefix(self, request: Request) -> list[int]:
         """Ids of the cached blocks that hold the first tokens of the request, in order.

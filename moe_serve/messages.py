@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any, Literal
 
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.token_routes import TokenRoutes
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -108,6 +109,8 @@ class RequestUpdate:
     - `token_ids`: new tokens since the last update (a stop token is among them).
     - `logprobs`: one entry per new token, when asked for.
     - `prompt_logprobs`: sent once, with or before the first token; entry 0 is None.
+    - `routes`, when asked for: of the positions computed since the last update, from the prompt's
+      first on. The newest token is not among them: it has not been computed.
     - `stop_reason`: the token id that ended it, if it was one.
     - `error`: for finish_reason "error", what to tell the client; `is_client_fault`: the request
       itself cannot be served, rather than something having failed here.
@@ -119,6 +122,7 @@ class RequestUpdate:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    routes: TokenRoutes | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from moe_serve.batch import build_batch
+from moe_serve.batch import Batch, build_batch
 from moe_serve.context import LayerKV
 from moe_serve.decode_graphs import Capture, DecodeGraphs
 from moe_serve.errors import LogitsError
@@ -15,8 +15,10 @@ from moe_serve.experts.load import ExpertLoad
 from moe_serve.logprobs import prompt_logprobs
 from moe_serve.messages import TokenLogprobs
 from moe_serve.models.decoder import Decoder
+from moe_serve.route_capture import RouteCapture
 from moe_serve.sampler import Sampler, SamplingRow
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
+from moe_serve.token_routes import TokenRoutes
 from moe_serve.upload import to_device
 
 # Prompt positions whose logits exist at once.
@@ -77,11 +79,7 @@ class ModelRunner:
         All ranks of all lanes run the same step together.
         """
         batch = build_batch(plan, self.block_size, self.device)
-        hidden_TD = None if self.graphs is None else self.graphs.run(batch)
-        if hidden_TD is None:
-            hidden_TD = self.model(
-                batch.token_ids_T, batch.context, self.pool, self.load, plan.num_tokens_of_lanes
-            )
+        hidden_TD, routes = self._forward(plan, batch)
         starts = batch.context.query_starts
         sampled = self._sample(plan, hidden_TD, starts)
         failures: dict[str, LogitsError] = {}
@@ -96,11 +94,30 @@ class ModelRunner:
                 ChunkResult(
                     sampled=None if isinstance(token, LogitsError) else token,
                     prompt_logprobs=None if isinstance(entries, LogitsError) else entries,
+                    routes=routes and routes.between(starts[row], starts[row + 1]),
                 )
             )
         if not self.model.ranks.layout.is_lane_leader:
             return None
         return StepResult(results=results, failures=failures)
+
+    def _forward(self, plan: StepPlan, batch: Batch) -> tuple[torch.Tensor, TokenRoutes | None]:
+        """Final hidden states, and the routes of the lane's tokens where the plan records them."""
+        # A graph keeps no routes: those steps are rare enough to be launched in full.
+        if self.graphs is not None and not plan.records_routes:
+            hidden_TD = self.graphs.run(batch)
+            if hidden_TD is not None:
+                return hidden_TD, None
+        capture = RouteCapture(self.model, plan.num_tokens) if plan.records_routes else None
+        hidden_TD = self.model(
+            batch.token_ids_T,
+            batch.context,
+            self.pool,
+            self.load,
+            plan.num_tokens_of_lanes,
+            None if capture is None else capture.ids_LtK,
+        )
+        return hidden_TD, None if capture is None else capture.collect()
 
     def forget_warm_up(self, num_blocks: int) -> None:
         """Wipe what steps so far left in the load counters and in the pool's first blocks."""

@@ -11,10 +11,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_serve.detokenizer import Detokenizer, Vocabulary
 from moe_serve.messages import FinishReason, RequestUpdate, TokenLogprobs
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.stop_matcher import StopMatcher
+from moe_serve.token_routes import TokenRoutes
+
+# Shapes: T tokens, L MoE layers, K top-k.
 
 
 class TopLogprob(NamedTuple):
@@ -50,6 +56,7 @@ class OutputDelta:
     - `text` may be "" while a character is incomplete or a stop string may be coming. The tokens
       and logprobs behind such text are still delivered at once, one logprob entry per token.
     - `prompt_logprobs` comes once; entry 0 is None.
+    - `routes`: as in `RequestUpdate`, up to the last token but one that belongs to the sequence.
     - `stop_reason`: the stop string, or the id of the stop token, that ended it.
     - `needs_abort`: a stop string matched, which the engine cannot know: abort the request there.
     - `error`: for finish_reason "error", what to tell the client; `is_client_fault`: the request
@@ -61,6 +68,7 @@ class OutputDelta:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[LogprobEntry] | None = None
     prompt_logprobs: list[LogprobEntry | None] | None = None
+    routes: TokenRoutes | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     needs_abort: bool = False
@@ -95,6 +103,7 @@ class OutputAssembler:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.num_output_tokens = 0
+        self._num_routes = 0
         self.is_finished = False
         self._vocabulary = vocabulary
         self._params = params
@@ -117,6 +126,7 @@ class OutputAssembler:
             token_ids=update.token_ids[:num_kept],
             logprobs=self._entries(update.logprobs, num_kept, silent_index),
             prompt_logprobs=self._prompt_entries(update.prompt_logprobs),
+            routes=self._own_routes(update.routes),
             finish_reason="stop" if matched is not None else update.finish_reason,
             stop_reason=matched if matched is not None else update.stop_reason,
             needs_abort=matched is not None and update.finish_reason is None,
@@ -166,6 +176,14 @@ class OutputAssembler:
             return None
         return [None if position is None else self._entry(position) for position in logprobs]
 
+    def _own_routes(self, routes: TokenRoutes | None) -> TokenRoutes | None:
+        if routes is None:
+            return None
+        stop = len(self.prompt_token_ids) + max(0, self.num_output_tokens - 1)
+        own = routes.between(0, min(routes.num_tokens, stop - self._num_routes))
+        self._num_routes += own.num_tokens
+        return own
+
     def _entry(self, position: TokenLogprobs, *, is_silent: bool = False) -> LogprobEntry:
         token_id = position.token_id
         is_skipped = self._params.skip_special_tokens and token_id in self._vocabulary.special_ids
@@ -195,6 +213,7 @@ class SequenceOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     _parts: list[str] = dataclasses.field(default_factory=list, repr=False)
+    _routes: list[TokenRoutes] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def text(self) -> str:
@@ -203,6 +222,16 @@ class SequenceOutput:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[T, L, K]: the experts that each token chose in each MoE layer, best first; None if
+        nobody asked.
+
+        T counts prompt and output without the last token, which was never computed. (Of a prompt
+        with no output: all.)
+        """
+        return TokenRoutes.join(self._routes).ids_TLK if self._routes else None
 
     def add(self, delta: OutputDelta) -> None:
         self._parts.append(delta.text)
@@ -213,6 +242,8 @@ class SequenceOutput:
             self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        if delta.routes is not None:
+            self._routes.append(delta.routes)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason

@@ -34,6 +34,7 @@ class Ranks:
         num_tokens_of_lanes: Sequence[int],
         phases_T: Tensor | None = None,
         num_valid_1: Tensor | None = None,
+        routes_LtK: Tensor | None = None,
     ) -> StepTokens:
         """`phases_T`: of all tokens of this lane."""
         layout = self.layout
@@ -44,6 +45,7 @@ class Ranks:
             -(-most // layout.tensor_size),
             None if phases_T is None else slices.own(phases_T),
             num_valid_1,
+            routes_LtK,
         )
 
 
@@ -51,13 +53,14 @@ class Ranks:
 class StepTokens:
     """`slices`: how this lane's tokens lie on its ranks. `capacity`: the longest slice of any rank
     that meets this one's experts; every rank knows it. `phases_T` of the own slice, and
-    `num_valid_1`: see `StepContext`.
+    `num_valid_1`: see `StepContext`. `routes_LtK`: see `RouteCapture`; None: nobody wants them.
     """
 
     slices: TokenSlices
     capacity: int
     phases_T: Tensor | None = None
     num_valid_1: Tensor | None = None
+    routes_LtK: Tensor | None = None
 
 
 SINGLE_RANK = Ranks()

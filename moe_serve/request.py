@@ -7,6 +7,7 @@ import enum
 
 from moe_serve.messages import AddRequest, TokenLogprobs
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.token_routes import TokenRoutes
 
 
 class RequestStatus(enum.Enum):
@@ -28,6 +29,8 @@ class Request:
     `lane`: whose blocks these are; None while it waits, the last one when it has finished.
     `seed` is always set (drawn at arrival if the client gave none), so a preempted request
     goes on with the numbers it would have had. `max_tokens` is clamped to the context.
+    `num_routes`: positions, from the first on, whose routes were kept, where they are wanted;
+    those in `untold_routes` wait for the next update.
     """
 
     request_id: str
@@ -48,6 +51,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    untold_routes: list[TokenRoutes] = dataclasses.field(default_factory=list)
+    num_routes: int = 0
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
 

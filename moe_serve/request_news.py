@@ -6,6 +6,7 @@ from moe_serve.errors import LogitsError
 from moe_serve.messages import FinishReason, RequestUpdate, TokenLogprobs
 from moe_serve.request import Request
 from moe_serve.step import Chunk, SampledToken
+from moe_serve.token_routes import TokenRoutes
 
 
 def collect_prompt_logprobs(
@@ -29,6 +30,23 @@ def collect_prompt_logprobs(
     return collected
 
 
+def collect_routes(chunk: Chunk, routes: TokenRoutes | None) -> None:
+    """Keep the routes of positions not seen before. After a preemption the first ones come again,
+    as they were."""
+    request = chunk.request
+    if request.sampling.return_routed_experts:
+        assert routes is not None and chunk.start <= request.num_routes, "routes are missing"
+        if chunk.stop > request.num_routes:
+            new = routes.between(request.num_routes - chunk.start, chunk.num_tokens)
+            request.untold_routes.append(new)
+            request.num_routes = chunk.stop
+
+
+def _take_routes(request: Request) -> TokenRoutes | None:
+    parts, request.untold_routes = request.untold_routes, []
+    return TokenRoutes.join(parts) if parts else None
+
+
 def make_update(
     request: Request,
     *,
@@ -44,6 +62,7 @@ def make_update(
         token_ids=[] if sampled is None else [sampled.token_id],
         logprobs=None if logprobs is None else [logprobs],
         prompt_logprobs=prompt_logprobs,
+        routes=_take_routes(request),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         error=None if error is None else str(error),

@@ -33,6 +33,7 @@ class SamplingParams:
     - `logprobs` / `prompt_logprobs`: how many alternatives to report per position (0 = the chosen
       token alone). They are those of the model itself: before penalties, bias, temperature and
       filters, hence always finite.
+    - `return_routed_experts`: tell which experts each computed token chose, in each MoE layer.
     - `logit_bias`: token id -> value in [-100, 100], added before sampling.
     - At most 16 stop strings of 1024 characters, 256 stop ids and 1024 biased tokens.
     """
@@ -55,6 +56,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

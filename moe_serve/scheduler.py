@@ -13,7 +13,7 @@ from moe_serve.lane import Lane
 from moe_serve.lane_choice import choose_lane
 from moe_serve.messages import AddRequest, EngineStats, RequestUpdate
 from moe_serve.request import Request, RequestStatus
-from moe_serve.request_news import collect_prompt_logprobs, make_update
+from moe_serve.request_news import collect_prompt_logprobs, collect_routes, make_update
 from moe_serve.request_queue import WaitingQueue
 from moe_serve.step import Chunk, ChunkResult, StepPlan
 from moe_serve.stopping import find_ending
@@ -163,10 +163,11 @@ class Scheduler:
         assert request.lane is not None, f"{request.request_id} has no lane"
         return self.lanes[request.lane]
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, records_routes: bool = False) -> StepPlan | None:
         """What to compute now: decodes, then prompts begun, then new ones. None: nothing to do.
 
         In each lane at most `max_num_batched_tokens` tokens, of `max_num_running` requests.
+        `records_routes`: somebody beside the requests themselves wants to know all routes.
         """
         for lane in self.lanes:
             for request in lane.plan_running():
@@ -174,7 +175,7 @@ class Scheduler:
                 self._count(num_preemptions=self._counters.num_preemptions + 1)
         while (newcomer := self._waiting.pop_first(self._fits)) is not None:
             self._admit(newcomer)
-        plan = StepPlan.join([lane.take_chunks() for lane in self.lanes])
+        plan = StepPlan.join([lane.take_chunks() for lane in self.lanes], records_routes)
         self._count(num_scheduled_tokens=plan.num_tokens)
         return plan if plan.chunks else None
 
@@ -223,6 +224,7 @@ class Scheduler:
         is_last, samples = chunk.is_last, chunk.samples
         self._advance(chunk)
         prompt_logprobs = collect_prompt_logprobs(chunk, result.prompt_logprobs or [])
+        collect_routes(chunk, result.routes)
         if samples:
             assert result.sampled is not None, f"no token for {request.request_id}"
             request.output_token_ids.append(result.sampled.token_id)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from moe_serve.messages import TokenLogprobs
 from moe_serve.request import Request
+from moe_serve.token_routes import TokenRoutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,18 @@ class Chunk:
         return self.start + self.num_tokens
 
     @property
+    def phase_lengths(self) -> tuple[int, ...]:
+        """Tokens of each of `experts.recording.PHASES`. In the chunk, those recomputed come first,
+        then the prompt's, then the output's."""
+        first = self.start + self.num_recomputed
+        num_decoded = min(self.stop - first, max(0, self.stop - self.request.num_prompt_tokens))
+        return (
+            self.num_tokens - self.num_recomputed - num_decoded,
+            num_decoded,
+            self.num_recomputed,
+        )
+
+    @property
     def is_last(self) -> bool:
         return self.stop == self.request.num_tokens
 
@@ -44,23 +57,29 @@ class StepPlan:
 
     `num_tokens_of_lanes`: the counts of all lanes, 0 for one that idles; a lane's part of the plan
     has them too, since lanes meet at the experts. Left out, there is one lane.
+    `records_routes`: the results tell which experts each token chose.
     """
 
     chunks: tuple[Chunk, ...]
     num_tokens_of_lanes: tuple[int, ...] = ()
+    records_routes: bool = False
 
     def __post_init__(self) -> None:
         if not self.num_tokens_of_lanes:
             object.__setattr__(self, "num_tokens_of_lanes", (self.num_tokens,))
 
     @classmethod
-    def join(cls, lanes: Sequence[Sequence[Chunk]]) -> StepPlan:
-        """The plan of all lanes, from the chunks of each."""
+    def join(cls, lanes: Sequence[Sequence[Chunk]], records_routes: bool = False) -> StepPlan:
+        """The plan of all lanes, from the chunks of each. Routes are recorded where a request of
+        any lane wants them, too."""
+        chunks = tuple(itertools.chain(*lanes))
+        wants = (chunk.request.sampling.return_routed_experts for chunk in chunks)
         return cls(
-            chunks=tuple(itertools.chain(*lanes)),
+            chunks=chunks,
             num_tokens_of_lanes=tuple(
                 sum(chunk.num_tokens for chunk in chunks) for chunks in lanes
             ),
+            records_routes=records_routes or any(wants),
         )
 
     @property
@@ -90,8 +109,10 @@ class ChunkResult:
 
     `sampled` is None when the chunk does not sample. `prompt_logprobs`, when the request asks
     for them: entries for the prompt positions [start + 1, min(stop + 1, num_prompt_tokens)),
-    since the logits at one position tell about the next.
+    since the logits at one position tell about the next. `routes` of the chunk's tokens, in a step
+    that records them, whoever wants them.
     """
 
     sampled: SampledToken | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    routes: TokenRoutes | None = None

@@ -49,7 +49,7 @@ class StepMessage:
     - `new_requests`: those that the lane does not know.
     - `chunks`: in the order of the plan; none if the lane idles.
 
-    `num_tokens_of_lanes`: as in `StepPlan`.
+    `num_tokens_of_lanes` and `records_routes`: as in `StepPlan`.
     """
 
     lane: int
@@ -57,6 +57,7 @@ class StepMessage:
     dropped_ids: list[str]
     new_requests: list[NewRequest]
     chunks: list[ChunkNews]
+    records_routes: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,6 +111,7 @@ class StepEncoder:
             dropped_ids=dropped_ids,
             new_requests=[_introduce(request) for request in new],
             chunks=[_tell(chunk, told[chunk.request.request_id]) for chunk in plan.chunks],
+            records_routes=plan.records_routes,
         )
 
 
@@ -171,6 +173,7 @@ class StepDecoder:
         return StepPlan(
             chunks=tuple(self._hear(news) for news in message.chunks),
             num_tokens_of_lanes=tuple(message.num_tokens_of_lanes),
+            records_routes=message.records_routes,
         )
 
     def _hear(self, news: ChunkNews) -> Chunk:

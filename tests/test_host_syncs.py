@@ -20,7 +20,7 @@ STEP_PATH = [
         ROOT / "moe_serve" / f"{name}.py"
         for name in (
             "batch", "context", "decode_graphs", "logit_edits", "logprobs", "model_runner",
-            "models/decoder", "sampler", "upload",
+            "models/decoder", "route_capture", "sampler", "upload",
         )
     ),
 ]  # fmt: skip

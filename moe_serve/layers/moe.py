@@ -18,7 +18,7 @@ from moe_serve.models.spec import MoESpec
 from moe_serve.ranks import Ranks, StepTokens
 from moe_serve.routing.router import RouterSpec, Routing, route
 
-# Shapes: T tokens, t rows of the token slice, D model, C phases, E experts.
+# Shapes: T tokens, t rows of the token slice, D model, C phases, E experts, L MoE layers, K top-k.
 
 
 class Router(nn.Module):
@@ -119,6 +119,8 @@ class MoE(nn.Module):
             load_CE = load.counts_LCE[self.moe_index]
             rows_1 = load.rows_L[self.moe_index : self.moe_index + 1]
         routing = self.router(x_TD, load_CE, tokens.phases_T, tokens.num_valid_1)
+        if tokens.routes_LtK is not None:
+            tokens.routes_LtK[self.moe_index, : x_TD.shape[0]] = routing.ids_TK
         y_TD = self.path.run(x_TD, routing, self.experts, tokens.capacity, rows_1)
         if self.shared is not None:
             y_TD = y_TD + self._shared(x_TD, self.shared)

@@ -20,7 +20,7 @@ from moe_serve.models.spec import DecoderSpec, LayerSpec, MoESpec
 from moe_serve.ranks import SINGLE_RANK, Ranks, StepTokens
 
 # Shapes: T tokens of the step in this lane, t rows of the rank's token slice, R rows that need
-# logits, D model, V vocabulary.
+# logits, D model, V vocabulary, L MoE layers, K top-k.
 
 
 class DecoderLayer(nn.Module):
@@ -132,14 +132,16 @@ class Decoder(nn.Module):
         kv: Sequence[LayerKV],
         load: ExpertLoad | None = None,
         num_tokens_of_lanes: Sequence[int] | None = None,
+        routes_LtK: Tensor | None = None,
     ) -> Tensor:
         """Run the lane's tokens through all layers -> final hidden states [T, D], on every rank.
 
         Writes their K/V into `kv` (one entry a layer) and counts each routed token in `load`, at
-        one rank. All ranks of all lanes call it together, with or without tokens.
+        one rank. All ranks of all lanes call it together, with or without tokens. `routes_LtK`, if
+        there is one, gets the experts that the tokens of this rank's slice choose.
         """
         lanes = num_tokens_of_lanes or [context.num_tokens]
-        tokens = self.ranks.step(lanes, context.phases_T, context.num_valid_1)
+        tokens = self.ranks.step(lanes, context.phases_T, context.num_valid_1, routes_LtK)
         tables = self._tables if context.num_tokens else {}
         length = max(context.context_lens, default=0)
         angles = {rope: table.lookup(context.positions_T, length) for rope, table in tables.items()}
