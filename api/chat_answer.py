@@ -11,6 +11,7 @@ import msgspec
 
 from moe_serve.api.encoding import encode
 from moe_serve.api.logprobs import chat_logprobs
+from moe_serve.api.routed_experts import routed_experts
 from moe_serve.api.schemas.chat import (
     ChatChoice,
     ChatChunk,
@@ -78,6 +79,7 @@ def _choice(sequence: RunningSequence) -> ChatChoice:
         logprobs=chat_logprobs(output.logprobs),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        routed_experts=routed_experts(output),
     )
 
 
@@ -93,4 +95,5 @@ def _chunk_choice(news: News) -> ChatChunkChoice:
         logprobs=chat_logprobs(delta.logprobs),
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
+        routed_experts=routed_experts(news.sequence.output),
     )

@@ -11,6 +11,7 @@ import msgspec
 
 from moe_serve.api.encoding import encode
 from moe_serve.api.logprobs import CompletionLogprobWriter, joined
+from moe_serve.api.routed_experts import routed_experts
 from moe_serve.api.schemas.common import Usage
 from moe_serve.api.schemas.completions import (
     CompletionChoice,
@@ -65,6 +66,7 @@ class CompletionAnswer:
             logprobs=self._logprobs(sequence) if self.request.logprobs is not None else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            routed_experts=routed_experts(output),
         )
 
     def _logprobs(self, sequence: RunningSequence) -> CompletionLogprobs:
@@ -83,6 +85,7 @@ class CompletionAnswer:
             logprobs=writer.write(delta.logprobs) if delta.logprobs else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            routed_experts=routed_experts(news.sequence.output),
         )
 
     def _can_echo(self, sequence: RunningSequence) -> bool:

@@ -40,6 +40,7 @@ def sampling_params(
         skip_special_tokens=fields.skip_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        return_routed_experts=fields.return_routed_experts,
         logit_bias=_bias_by_id(fields.logit_bias),
     )
     params.check_vocabulary(state.info.vocab_size)

@@ -51,7 +51,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
-    "return_routed_experts": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

@@ -231,7 +231,8 @@ class SequenceOutput:
         T counts prompt and output without the last token, which was never computed. (Of a prompt
         with no output: all.)
         """
-        return TokenRoutes.join(self._routes).ids_TLK if self._routes else None
+        # A copy, so that it may be written to: torch warns of arrays that may not.
+        return TokenRoutes.join(self._routes).ids_TLK.copy() if self._routes else None
 
     def add(self, delta: OutputDelta) -> None:
         self._parts.append(delta.text)

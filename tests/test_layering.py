@@ -30,9 +30,10 @@ MAY_IMPORT_API = {"moe_serve.serve", "moe_serve.cli.serve"}
 PURE = [
     "scheduler", "block_manager", "block_pool", "request", "request_queue", "step", "messages",
     "lane", "lane_choice", "step_codec", "rank_messages", "token_routes", "route_recorder",
-    "parallel.degrees", "parallel.layout", "parallel.shard", "experts.placement", "experts.balance", "experts.migration",
-    "experts.recording", "experts.step_cost", "experts.statistics", "experts.report",
-    "experts.load_files", "experts.placement_files", "experts.plan", "routing.traffic",
+    "parallel.degrees", "parallel.layout", "parallel.shard", "experts.placement",
+    "experts.balance", "experts.migration", "experts.recording", "experts.step_cost",
+    "experts.statistics", "experts.report", "experts.load_files",
+    "experts.placement_files", "experts.plan", "routing.traffic",
 ]  # fmt: skip
 
 

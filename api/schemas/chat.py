@@ -50,19 +50,25 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
+    """`routed_experts`: see `api.routed_experts`; left out unless asked for."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """`routed_experts` comes with the last chunk of the choice."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):

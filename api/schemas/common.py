@@ -59,6 +59,7 @@ class SamplingFields(RequestModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    return_routed_experts: bool = False
     logit_bias: dict[str, float] = {}
     priority: Int64 = 0
     stream: bool = False

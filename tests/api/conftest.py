@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import pytest
 import tokenizers
 import uvicorn
@@ -25,11 +26,14 @@ from moe_serve.config import ServeConfig
 from moe_serve.errors import EngineDeadError
 from moe_serve.messages import (
     AddRequest,
+    EngineCall,
     EngineReady,
     EngineStats,
+    ExpertStats,
     RequestUpdate,
     TokenLogprobs,
 )
+from moe_serve.token_routes import TokenRoutes
 from moe_serve.tokenizer import Tokenizer
 
 EOS, BOS = 256, 257
@@ -83,6 +87,10 @@ class FakeEngine:
         self.status: Literal["starting", "ready", "dead"] = "ready"
         self.info: EngineReady | None = ready()
         self.stats = EngineStats()
+        self.experts: ExpertStats | None = None
+        # What `call` was asked, and what it answers: a body, or an error to raise.
+        self.calls: list[EngineCall] = []
+        self.answer_of_call: Callable[[EngineCall], dict[str, Any]] = lambda message: {}
         self.failure: str | None = None
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.answer = answer.encode() if isinstance(answer, str) else answer
@@ -114,6 +122,10 @@ class FakeEngine:
             if not is_finished:
                 self.aborted_ids.append(request.request_id)
 
+    async def call(self, message: EngineCall) -> dict[str, Any]:
+        self.calls.append(message)
+        return self.answer_of_call(message)
+
     def _count_step(self) -> None:
         self.stats = EngineStats(
             num_running=len(self.open_ids),
@@ -135,6 +147,7 @@ class FakeEngine:
                 request_id=request.request_id,
                 token_ids=[],
                 prompt_logprobs=prompt_logprobs,
+                routes=self._routes(request, 0, len(request.prompt_token_ids)),
                 finish_reason="length",
             )
             return
@@ -144,12 +157,14 @@ class FakeEngine:
         for position, token_id in enumerate(script[: params.max_tokens]):
             is_stop = token_id == EOS or token_id in params.stop_token_ids
             is_last = position + 1 == params.max_tokens
+            num_computed = len(request.prompt_token_ids) + position
             reason: Any = "stop" if is_stop else "length" if is_last else None
             yield RequestUpdate(
                 request_id=request.request_id,
                 token_ids=[token_id],
                 logprobs=self._logprobs(token_id, params.logprobs),
                 prompt_logprobs=prompt_logprobs if position == 0 else None,
+                routes=self._routes(request, num_computed - 1 if position else 0, num_computed),
                 finish_reason=reason,
                 stop_reason=token_id if is_stop and token_id != EOS else None,
                 num_cached_tokens=1,
@@ -175,6 +190,13 @@ class FakeEngine:
         if self.logprob_override is not None:
             entry = dataclasses.replace(entry, logprob=self.logprob_override)
         return [entry]
+
+    def _routes(self, request: AddRequest, start: int, stop: int) -> TokenRoutes | None:
+        """Of positions [start, stop): 3 layers, 2 experts a token, all different."""
+        if not request.sampling.return_routed_experts:
+            return None
+        ids = np.arange(6 * start, 6 * stop, dtype=np.int16)
+        return TokenRoutes.of(ids.reshape(-1, 3, 2))
 
     def _prompt_logprobs(self, request: AddRequest) -> list[TokenLogprobs | None] | None:
         num_top = request.sampling.prompt_logprobs

@@ -102,7 +102,7 @@ def test_bad_requests_leave_a_running_stream_alone(serve: Any) -> None:
      ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]),
      ("audio", {}), ("suffix", "x"), ("guided_json", {}), ("prompt_logprobs", 1),
      ("use_beam_search", True), ("truncate_prompt_tokens", 3), ("allowed_token_ids", [1]),
-     ("return_routed_experts", True), ("reasoning_effort", "high")],
+     ("reasoning_effort", "high")],
 )  # fmt: skip
 @pytest.mark.parametrize("path", PATHS)
 def test_a_known_field_that_is_not_offered_is_refused_by_name(

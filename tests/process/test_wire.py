@@ -55,6 +55,7 @@ from moe_serve.rank_messages import (
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.step import ChunkResult, SampledToken
 from moe_serve.step_codec import ChunkNews, NewRequest, StepMessage
+from moe_serve.token_routes import TokenRoutes
 
 READY = EngineReady(
     architecture="Qwen3MoeForCausalLM",
@@ -86,11 +87,13 @@ STEP = StepMessage(
         )
     ],
     chunks=[ChunkNews("a", 0, 2, 2, [], [7]), ChunkNews("c", 9, 1, 0, [4], [])],
+    records_routes=True,
 )
 RESULT = LaneResult(
     results=[
         ChunkResult(sampled=SampledToken(token_id=5, logprobs=LOGPROBS)),
         ChunkResult(prompt_logprobs=[LOGPROBS, LOGPROBS]),
+        ChunkResult(routes=TokenRoutes(shape=(1, 2, 2), ids=bytes(range(8)))),
         ChunkResult(),
     ],
     failures=[LaneFailure(request_id="a", message="no token", is_client_fault=True)],
@@ -118,6 +121,7 @@ MESSAGES: list[wire.Message] = [
                 token_ids=[5],
                 logprobs=[LOGPROBS],
                 prompt_logprobs=[None, LOGPROBS],
+                routes=TokenRoutes(shape=(0, 2, 2), ids=b""),
                 finish_reason="stop",
                 stop_reason=5,
             )

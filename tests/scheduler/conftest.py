@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moe_serve.block_manager import BlockManager
@@ -11,6 +12,7 @@ from moe_serve.request import Request, RequestStatus
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.scheduler import Scheduler
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
+from moe_serve.token_routes import TokenRoutes
 
 VOCAB_SIZE = 97
 EOS = 0
@@ -49,6 +51,7 @@ class FakeEngine:
         self.memory: dict[tuple[int, int], int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list] = {}
+        self.routes: dict[str, list[TokenRoutes]] = {}
         self.endings: dict[str, RequestUpdate] = {}
         self.start_steps: dict[str, int] = {}
         self.num_computed: dict[str, int] = {}
@@ -125,9 +128,9 @@ class FakeEngine:
             digests = self._digests(chunk.request, chunk.stop)
             for position in range(chunk.start, chunk.stop):
                 self.memory[self._slot(chunk.request, position)] = digests[position]
-        return [self._result(chunk) for chunk in plan.chunks]
+        return [self._result(chunk, plan.records_routes) for chunk in plan.chunks]
 
-    def _result(self, chunk: Chunk) -> ChunkResult:
+    def _result(self, chunk: Chunk, records_routes: bool) -> ChunkResult:
         request = chunk.request
         self.start_steps.setdefault(request.request_id, self.num_steps)
         self.num_preemptions[request.request_id] = request.num_preemptions
@@ -141,7 +144,14 @@ class FakeEngine:
         if request.sampling.prompt_logprobs is not None:
             stop = min(chunk.stop + 1, request.num_prompt_tokens)
             entries = [self.entry(request, p) for p in range(chunk.start + 1, stop)]
-        return ChunkResult(sampled=sampled, prompt_logprobs=entries)
+        routes = self.routes_of(tokens).between(chunk.start, chunk.stop) if records_routes else None
+        return ChunkResult(sampled=sampled, prompt_logprobs=entries, routes=routes)
+
+    @staticmethod
+    def routes_of(tokens: list[int]) -> TokenRoutes:
+        """Two layers, one expert each: the token, and its position."""
+        ids = np.array([*tokens, *range(len(tokens))], dtype=np.int16)
+        return TokenRoutes.of(ids.reshape(2, -1, 1).swapaxes(0, 1))
 
     @staticmethod
     def entry(request: Request, position: int) -> TokenLogprobs:
@@ -171,8 +181,18 @@ class FakeEngine:
         if update.prompt_logprobs is not None:
             assert request_id not in self.prompt_logprobs, "prompt logprobs told twice"
             self.prompt_logprobs[request_id] = update.prompt_logprobs
+        if update.routes is not None:
+            self.routes.setdefault(request_id, []).append(update.routes)
         if update.finish_reason is not None:
             self.endings[request_id] = update
+
+    def check_routes(self, request_id: str, prompt, *, are_wanted: bool) -> None:
+        """That those of each computed token of a request that ended came, once."""
+        parts = self.routes.pop(request_id, [])
+        assert bool(parts) == are_wanted
+        if are_wanted:
+            tokens = [*prompt, *self.outputs[request_id][:-1]]
+            assert TokenRoutes.join(parts) == self.routes_of(tokens)
 
     def drain(self, max_steps: int = 5000) -> None:
         """Step until nothing is left; a livelock fails."""

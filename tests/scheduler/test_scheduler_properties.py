@@ -52,6 +52,7 @@ def machine_type(make_engine, expected_outputs):
                 {
                     "ignore_eos": st.booleans(),
                     "prompt_logprobs": st.sampled_from([None, None, 0]),
+                    "return_routed_experts": st.sampled_from([False, False, True]),
                 }
             ),
         )
@@ -117,6 +118,9 @@ def machine_type(make_engine, expected_outputs):
                     assert outputs == wanted[: len(outputs)]
                     continue
                 assert outputs == wanted
+                self.engine.check_routes(
+                    request_id, prompt, are_wanted=sampling.return_routed_experts
+                )
                 if sampling.prompt_logprobs is not None:
                     entries = self.engine.prompt_logprobs[request_id]
                     assert entries[0] is None

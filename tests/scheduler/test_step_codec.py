@@ -74,6 +74,7 @@ class Ranks:
 def check_equal(plan, part, block_size) -> None:
     """That the part computes and samples what the plan of its lane does."""
     assert part.num_tokens_of_lanes == plan.num_tokens_of_lanes
+    assert part.records_routes == plan.records_routes
     wanted, got = build_batch(plan, block_size, CPU), build_batch(part, block_size, CPU)
     assert torch.equal(wanted.token_ids_T, got.token_ids_T)
     for field in dataclasses.fields(wanted.context):
@@ -95,6 +96,7 @@ def random_options(numbers: random.Random) -> dict:
         "stop_token_ids": tuple(numbers.sample(range(97), numbers.choice([0, 0, 9]))),
         "stop": numbers.choice([(), ("end", "\n\n")]),
         "prompt_logprobs": numbers.choice([None, None, 2]),
+        "return_routed_experts": numbers.random() < 0.2,
         "logprobs": numbers.choice([None, 0, 5]),
         "temperature": numbers.choice([0, 0.0, 0.7]),
         "top_k": numbers.choice([-1, 40]),
@@ -136,6 +138,7 @@ class Clients:
         self.engine.endings.pop(request_id, None)
         self.engine.outputs.pop(request_id, None)
         self.engine.prompt_logprobs.pop(request_id, None)
+        self.engine.routes.pop(request_id, None)
         self.engine.add(request_id, prompt, priority=self.numbers.randint(-1, 1), **options)
         self.asked[request_id] = (prompt, SamplingParams(**options))
 
@@ -166,6 +169,7 @@ def test_mirrors_compute_what_was_planned(make_engine, expected_outputs, seed, s
         prompt, sampling = clients.asked[request_id]
         wanted = expected_outputs(prompt, sampling, engine.scheduler.max_model_len)
         assert engine.outputs[request_id] == wanted
+        engine.check_routes(request_id, prompt, are_wanted=sampling.return_routed_experts)
     ranks.send(StepPlan.join([()] * len(ranks.lanes)))
     assert not any(ranks.mirrored()) and ranks.encoder.num_known == 0
 
@@ -200,6 +204,17 @@ def test_idle_lanes_hear_what_the_others_compute(make_engine):
     assert [message.lane for message in ranks.messages] == [0, 1, 2]
     assert [len(message.chunks) for message in ranks.messages] == [1, 0, 0]
     assert [message.num_tokens_of_lanes for message in ranks.messages] == [[5, 0, 0]] * 3
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_all_lanes_hear_that_routes_are_recorded(make_engine, is_asked, is_wanted):
+    engine = make_engine(num_lanes=2)
+    engine.add("a", range(5), return_routed_experts=is_asked)
+    ranks = Ranks(engine)
+    parts = ranks.send(engine.scheduler.schedule(records_routes=is_wanted))
+    assert [len(part.chunks) for part in parts] == [1, 0]
+    assert [part.records_routes for part in parts] == [is_asked or is_wanted] * 2
 
 
 def test_endings_are_told_with_the_next_message(make_engine):
