@@ -41,7 +41,7 @@ def _rebalancing(report: dict[str, Any]) -> str:
         return "Rebalancing with the slots there are would gain nothing to speak of."
     text = (
         f"Rebalancing with the slots there are would raise balancedness from {before:.2f} to "
-        f"{after:.2f}, with {balanced['moves']} moves"
+        f"{after:.2f}, with {balanced['moves']:,} moves"
     )
     if now["expert_ms"] is None:
         return f"{text}."
@@ -77,7 +77,7 @@ def _drift(report: dict[str, Any]) -> str:
 
 def _conservation(report: dict[str, Any]) -> str:
     check, tokens, top_k = report["conservation"], report["tokens"]["total"], report["top_k"]
-    told = f"{tokens:,} tokens x {top_k} experts = {check['expected']:,} choices"
+    told = f"{tokens:,} tokens x {top_k} per token = {check['expected']:,} choices"
     if check["holds"]:
         return f"Every token is accounted for: {told} in each layer."
     layers = ", ".join(map(str, check["wrong_layers"]))
