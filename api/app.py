@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from moe_serve.api import chat, completions, health, metrics_route, models, tokenization
+from moe_serve.api import chat, completions, health, metrics_route, models, moe, tokenization
 from moe_serve.api.auth import ApiKeyMiddleware
 from moe_serve.api.body_limit import BodyLimitMiddleware
 from moe_serve.api.engine import EngineClient
@@ -17,7 +17,7 @@ from moe_serve.config import ServeConfig, parse_bytes
 from moe_serve.errors import EngineError, RequestError
 from moe_serve.tokenizer import Tokenizer
 
-ROUTE_MODULES = (completions, chat, tokenization, models, health, metrics_route)
+ROUTE_MODULES = (completions, chat, tokenization, models, moe, health, metrics_route)
 
 
 def create_app(
@@ -43,7 +43,9 @@ def create_app(
     # The last one added is the outermost.
     max_bytes = parse_bytes("max_body_bytes", config.max_body_bytes)
     app.add_middleware(BodyLimitMiddleware, max_bytes=max_bytes)
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    if config.api_key is not None or config.admin_api_key is not None:
+        app.add_middleware(
+            ApiKeyMiddleware, api_key=config.api_key, admin_api_key=config.admin_api_key
+        )
     app.add_middleware(TicketMiddleware, state=state)
     return app

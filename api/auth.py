@@ -1,4 +1,4 @@
-"""The API key, where one is set."""
+"""API keys, where they are set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,32 @@ from moe_serve.errors import AuthenticationError
 
 # Probes and scrapers carry no key.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
+# They change the server for everybody.
+ADMIN_PATHS = frozenset(
+    {
+        "/v1/moe/rebalance",
+        "/v1/moe/record/start",
+        "/v1/moe/record/stop",
+        "/v1/moe/record/dump",
+        "/start_expert_distribution_record",
+        "/stop_expert_distribution_record",
+        "/dump_expert_distribution_record",
+    }
+)
 
 
 class ApiKeyMiddleware:
-    """401 for requests without `Authorization: Bearer <key>`, except on `OPEN_PATHS`."""
+    """401 for requests without `Authorization: Bearer <key>`, except on `OPEN_PATHS`.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    `ADMIN_PATHS` want the admin key; the clients' one will do where there is no other. The admin
+    key opens everything. Without any key, all is open.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None) -> None:
         self.app = app
-        self._key = api_key.encode()
+        client, admin = (None if key is None else key.encode() for key in (api_key, admin_api_key))
+        self._admin_keys = [key for key in (admin or client,) if key is not None]
+        self._client_keys = [] if client is None else [client, *self._admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_authorized(scope):
@@ -29,7 +47,9 @@ class ApiKeyMiddleware:
         await error_response(error)(scope, receive, send)
 
     def _is_authorized(self, scope: Scope) -> bool:
+        keys = self._admin_keys if scope["path"] in ADMIN_PATHS else self._client_keys
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         # Headers arrive as latin-1; comparing bytes in constant time hides how much matched.
         sent = token.strip().encode("latin-1")
-        return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._key)
+        matches = [hmac.compare_digest(sent, key) for key in keys]
+        return not keys or (scheme.lower() == "bearer" and any(matches))

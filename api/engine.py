@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from moe_serve.messages import AddRequest, EngineReady, EngineStats, RequestUpdate
+from moe_serve.messages import (
+    AddRequest,
+    EngineCall,
+    EngineReady,
+    EngineStats,
+    ExpertStats,
+    RequestUpdate,
+)
 
 EngineStatus = Literal["starting", "ready", "dead"]
 
@@ -15,6 +22,7 @@ class EngineClient(Protocol):
 
     - `info`: set once the status is "ready".
     - `stats`: of the newest step; `on_stats` is called with those of every step.
+    - `experts`: of the newest collection of counts; None before the first.
     - `failure`: why the engine is dead.
     """
 
@@ -30,6 +38,9 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
+    def experts(self) -> ExpertStats | None: ...
+
+    @property
     def failure(self) -> str | None: ...
 
     def generate(self, request: AddRequest) -> AsyncGenerator[RequestUpdate, None]:
@@ -37,5 +48,12 @@ class EngineClient(Protocol):
 
         Closing it before that aborts the request and frees its blocks. Raises
         `EngineDeadError` when the engine dies.
+        """
+        ...
+
+    async def call(self, message: EngineCall) -> dict[str, Any]:
+        """The body of the engine's answer.
+
+        Raises `RequestError` for what cannot be, `EngineError` for what went wrong.
         """
         ...

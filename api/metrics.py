@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moe_serve.api.engine import EngineClient
+from moe_serve.api.expert_metrics import ExpertCollector
 from moe_serve.messages import EngineStats, RequestUpdate
 
 TTFT_BUCKETS = (
@@ -77,6 +78,7 @@ class ApiMetrics:
             registry=self.registry,
         )
         self.registry.register(_EngineCollector(engine, prefix, self._labels))
+        self.registry.register(ExpertCollector(engine, prefix, self._labels))
 
     def observe_step(self, stats: EngineStats) -> None:
         """To be called with the stats of every engine step."""

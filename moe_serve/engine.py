@@ -6,25 +6,42 @@ import time
 
 from moe_serve.errors import RequestError
 from moe_serve.executor import Executor
+from moe_serve.expert_service import ExpertService
 from moe_serve.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, RequestUpdate
 from moe_serve.sampling_params import check_token_ids
 from moe_serve.scheduler import Scheduler
+
+# Without requests, between two looks at experts that are on their way.
+BUSY_MS = 5
 
 
 class Engine:
     """Not thread-safe: one loop adds, aborts and steps. Made by `engine_loader.load_engine`."""
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, info: EngineReady, max_logprobs: int
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        experts: ExpertService,
+        info: EngineReady,
+        max_logprobs: int,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
+        self.experts = experts
         self.info = info
         self.max_logprobs = max_logprobs
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def idle_ms(self) -> int | None:
+        """How long to wait for messages before the next step; None: until one comes."""
+        if self.has_work:
+            return 0
+        return BUSY_MS if self.experts.is_busy else None
 
     @property
     def stats(self) -> EngineStats:
@@ -48,14 +65,17 @@ class Engine:
 
     def step(self) -> EngineOutputs:
         """Run one step. Without work it does nothing and tells nothing new."""
-        plan = self.scheduler.schedule()
+        self.experts.before_step()
+        plan = self.scheduler.schedule(records_routes=self.experts.records_routes)
         updates: list[RequestUpdate] = []
         if plan is not None:
+            started = time.monotonic()
             outcome = self.executor.run(plan)
+            self.experts.after_step(plan, outcome.results, time.monotonic() - started)
             for request_id, error in outcome.failures.items():
                 updates.append(self.scheduler.fail(request_id, error))
             updates += self.scheduler.update(plan, outcome.results)
-        return EngineOutputs(updates=updates, stats=self.stats)
+        return EngineOutputs(updates=updates, stats=self.stats, experts=self.experts.take_stats())
 
     def close(self) -> None:
         """End the other ranks, if any."""

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zmq
 import zmq.asyncio
@@ -19,15 +19,18 @@ import zmq.asyncio
 from moe_serve import wire
 from moe_serve.config import EngineConfig
 from moe_serve.engine_addresses import EngineAddresses
-from moe_serve.errors import EngineDeadError, EngineError
+from moe_serve.errors import EngineDeadError, EngineError, RequestError, RequestFailedError
 from moe_serve.heartbeat import beating, loss_monitor
 from moe_serve.messages import (
     AbortRequests,
     AddRequest,
+    CallAnswer,
+    EngineCall,
     EngineFailed,
     EngineOutputs,
     EngineReady,
     EngineStats,
+    ExpertStats,
     RequestUpdate,
     Shutdown,
     ToEngine,
@@ -55,6 +58,7 @@ class EngineClient:
         self.status: Literal["starting", "ready", "dead"] = "starting"
         self.info: EngineReady | None = None
         self.stats = EngineStats()
+        self.experts: ExpertStats | None = None
         self.failure: str | None = None
         self.failed_by_config = False
         self.changed = asyncio.Event()
@@ -66,6 +70,7 @@ class EngineClient:
         # When the engine last spoke, or got work after it had none.
         self._heard = 0.0
         self._queues: dict[str, asyncio.Queue[RequestUpdate | EngineError]] = {}
+        self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._given_up: EngineError | None = None
         self._is_stopping = False
 
@@ -124,9 +129,33 @@ class EngineClient:
             if not finished:
                 self._send(AbortRequests(request_ids=[request.request_id]))
 
+    async def call(self, message: EngineCall) -> dict[str, Any]:
+        """The body of the answer, however long it takes.
+
+        Raises `RequestError` for what cannot be, `RequestFailedError` for what went wrong, and
+        what `generate` raises.
+        """
+        self._check_ready()
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = answer
+        try:
+            self._send(message)
+            found: CallAnswer = await answer
+        finally:
+            del self._calls[message.call_id]
+        if found.error is not None:
+            kind = RequestError if found.is_client_fault else RequestFailedError
+            raise kind(found.error)
+        assert found.body is not None
+        return found.body
+
     def give_up(self, error: EngineError) -> None:
-        """Make every `generate`, open or yet to come, raise `error`, which aborts its request."""
+        """Make every `generate` and `call`, open or yet to come, raise `error`, which aborts its
+        request."""
         self._given_up = error
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
         for queue in self._queues.values():
             queue.put_nowait(error)
 
@@ -163,12 +192,17 @@ class EngineClient:
             self._heard = time.monotonic()
             if isinstance(message, EngineOutputs):
                 self.stats = message.stats
+                self.experts = message.experts or self.experts
                 if self.on_stats is not None:
                     self.on_stats(message.stats)
                 for update in message.updates:
                     queue = self._queues.get(update.request_id)
                     if queue is not None:
                         queue.put_nowait(update)
+            elif isinstance(message, CallAnswer):
+                answer = self._calls.get(message.call_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             elif self.status == "dead":
                 # The first reason that was heard is the one to tell.
                 continue

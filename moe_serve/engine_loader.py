@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,11 +17,16 @@ from moe_serve.config import EngineConfig
 from moe_serve.engine import Engine
 from moe_serve.errors import CheckpointError, ConfigError, MoeServeError
 from moe_serve.executor import Executor, LocalExecutor
+from moe_serve.expert_cost import measure_cost
+from moe_serve.expert_monitor import ExpertMonitor, ModelFacts
+from moe_serve.expert_service import ExpertService
+from moe_serve.layers.moe import MoE
 from moe_serve.memory_profile import num_blocks_of
 from moe_serve.messages import AddRequest, EngineReady
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT
 from moe_serve.rank_setup import RankSetup
+from moe_serve.rebalancer import ExpertMover
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.scheduler import Scheduler
 
@@ -72,7 +78,33 @@ def load_engine(
         eos_token_ids=setup.folder.eos_token_ids,
     )
     info = describe(setup, num_blocks, max_model_len, time.monotonic() - started)
-    return Engine(executor, scheduler, info, config.max_logprobs)
+    return Engine(
+        executor, scheduler, make_expert_service(executor, setup), info, config.max_logprobs
+    )
+
+
+def make_expert_service(executor: Executor, setup: RankSetup) -> ExpertService:
+    """Counts from here on, the warm-up being forgotten."""
+    config, spec = setup.config, setup.folder.spec
+    layers = [layer.mlp for layer in executor.runner.model.layers if isinstance(layer.mlp, MoE)]
+    mlp = next(iter(spec.moe_layers), None)
+    facts = ModelFacts(
+        name=setup.folder.path.name,
+        top_k=0 if mlp is None else mlp.router.top_k,
+        expert_bytes=0
+        if mlp is None
+        else 3 * mlp.inner_size * spec.hidden_size * setup.dtype.itemsize,
+        cost=measure_cost([layer.experts for layer in layers]),
+        has_rows=setup.layout.expert_size > 1,
+    )
+    mover = executor if isinstance(executor, ExpertMover) and config.enable_eplb else None
+    return ExpertService(
+        ExpertMonitor(executor.read_load, facts, window_size=config.eplb.window_size),
+        setup.shard.placement,
+        config.eplb,
+        mover,
+        Path(config.expert_record_dir),
+    )
 
 
 def _load_alone(setup: RankSetup, show_progress: bool) -> tuple[Executor, int]:

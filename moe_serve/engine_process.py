@@ -73,13 +73,15 @@ class _Process:
     def _loop(self, engine: Engine) -> None:
         """Take in all waiting messages, then step; sleep in `poll` when there is nothing to do."""
         while True:
-            self._inbox.poll(0 if engine.has_work else None)
+            self._inbox.poll(engine.idle_ms)
             while self._inbox.poll(0):
                 message = wire.decode(self._inbox.recv())
                 if isinstance(message, Shutdown):
                     return
                 self._apply(engine, message)
             self._send(engine.step())
+            for answer in engine.experts.take_answers():
+                self._send(answer)
 
     def _apply(self, engine: Engine, message: ToEngine) -> None:
         if isinstance(message, AddRequest):
@@ -89,6 +91,8 @@ class _Process:
                 self._send(engine.refusal(message, error))
         elif isinstance(message, AbortRequests):
             engine.abort(message.request_ids)
+        elif not isinstance(message, Shutdown):
+            engine.experts.call(message)
 
     def _connect(self, context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = context.socket(kind)

@@ -25,7 +25,8 @@ class EplbConfig:
     - `policy`: "default", the balancer of `experts.balance`.
     - `log_balancedness`, and every how many collections of the load.
     - `max_moves`: most slots, over all layers, that one rebalance may change; null: no limit.
-    - `min_gain`: expected balancedness, mean over layers, that a rebalance must add to be done.
+    - `min_gain`: a rebalance is done only where it is expected to add more than this to the
+      balancedness, mean over layers; -1: always.
     - `num_nodes`, `num_groups`: see `BalanceGoal`.
     - `cover_rank_loss`: every expert on two ranks at least.
     - `transfer_timeout`: seconds that moving the weights may take; then all stays as it was.
@@ -50,7 +51,7 @@ class EplbConfig:
     def __post_init__(self) -> None:
         least = {
             "window_size": 1, "step_interval": 0, "num_redundant_experts": 0,
-            "log_balancedness_interval": 1, "max_moves": 0, "min_gain": 0.0, "num_nodes": 1,
+            "log_balancedness_interval": 1, "max_moves": 0, "min_gain": -1.0, "num_nodes": 1,
             "num_groups": 1, "staging_mib": 1,
         }  # fmt: skip
         for name, low in least.items():

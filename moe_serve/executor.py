@@ -12,6 +12,10 @@ from moe_serve.step import StepPlan
 
 
 class Executor(Protocol):
+    """`runner`: of this rank."""
+
+    runner: ModelRunner
+
     def run(self, plan: StepPlan) -> StepResult:
         """One result per chunk of the plan, in order."""
 

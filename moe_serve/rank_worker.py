@@ -12,8 +12,12 @@ from moe_serve.messages import Shutdown
 from moe_serve.model_runner import ModelRunner
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT, World, join, leave
+from moe_serve.rank_experts import RankExperts
 from moe_serve.rank_links import CAUSE_SECONDS, LeaderLink
 from moe_serve.rank_messages import (
+    Checksums,
+    DropStaged,
+    ExpertAddresses,
     FitPool,
     ForgetWarmUp,
     LoadProgress,
@@ -23,11 +27,16 @@ from moe_serve.rank_messages import (
     RankLoad,
     RankLoaded,
     RankReady,
+    ReadChecksums,
     ReadLoad,
+    ReadStaging,
+    StageExperts,
+    SwitchExperts,
+    ToRank,
 )
 from moe_serve.rank_setup import RankSetup
-from moe_serve.ranked_executor import to_lane_result
-from moe_serve.step_codec import StepDecoder
+from moe_serve.ranked_executor import make_rank_experts, to_lane_result
+from moe_serve.step_codec import StepDecoder, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +63,13 @@ def run(
     world = join(seat, setup.device, config.collective_timeout, init_method)
     link = LeaderLink(world, ends_process=ends_process)
     on_joined()
+    experts: RankExperts | None = None
     try:
-        runner = _get_ready(link, setup, world)
+        runner = _load(link, setup, world)
         if runner is not None:
-            _work(link, runner)
+            experts = make_rank_experts(setup, runner, world)
+            link.send(RankReady(expert_address="" if experts is None else experts.address))
+            _work(link, runner, experts)
     except (ConfigError, CheckpointError) as error:
         return _fail(link, error, is_config=True)
     except Exception as error:
@@ -66,12 +78,14 @@ def run(
         logger.exception("rank %d failed", seat.rank)
         return _fail(link, error, is_config=False)
     finally:
+        if experts is not None:
+            experts.close()
         link.close()
         leave()
     return 0
 
 
-def _get_ready(link: LeaderLink, setup: RankSetup, world: World) -> ModelRunner | None:
+def _load(link: LeaderLink, setup: RankSetup, world: World) -> ModelRunner | None:
     """None: rank 0 gave up meanwhile."""
     model = setup.load(setup.ranks(world), _Progress(link), show_progress=False)
     link.send(RankLoaded())
@@ -82,27 +96,43 @@ def _get_ready(link: LeaderLink, setup: RankSetup, world: World) -> ModelRunner 
     if isinstance(answer, Shutdown):
         return None
     assert isinstance(answer, MakePool)
-    runner = setup.make_runner(model, answer.num_blocks)
-    link.send(RankReady())
-    return runner
+    return setup.make_runner(model, answer.num_blocks)
 
 
-def _work(link: LeaderLink, runner: ModelRunner) -> None:
+def _work(link: LeaderLink, runner: ModelRunner, experts: RankExperts | None) -> None:
     decoder = StepDecoder()
     while True:
         message = link.receive()
         if isinstance(message, Shutdown):
             return
-        if isinstance(message, ForgetWarmUp):
-            runner.forget_warm_up(message.num_blocks)
-        elif isinstance(message, ReadLoad):
-            link.send(RankLoad(counts=runner.load.read().to_bytes()))
-        else:
-            assert not isinstance(message, FitPool | MakePool)
+        if isinstance(message, StepMessage):
             plan = decoder.decode(message)
             result = runner.run(plan)
             if result is not None and plan.chunks:
                 link.send(to_lane_result(result))
+        elif isinstance(message, ForgetWarmUp):
+            runner.forget_warm_up(message.num_blocks)
+        elif isinstance(message, ReadLoad):
+            link.send(RankLoad(counts=runner.load.read().to_bytes()))
+        else:
+            assert experts is not None
+            _move(link, experts, message)
+
+
+def _move(link: LeaderLink, experts: RankExperts, message: ToRank) -> None:
+    if isinstance(message, ExpertAddresses):
+        experts.connect(message.addresses)
+    elif isinstance(message, StageExperts):
+        experts.stage(message.copies, message.timeout)
+    elif isinstance(message, ReadStaging):
+        link.send(experts.staging())
+    elif isinstance(message, SwitchExperts):
+        experts.switch(message.layers)
+    elif isinstance(message, DropStaged):
+        experts.drop_staged()
+    else:
+        assert isinstance(message, ReadChecksums)
+        link.send(Checksums(checksums=experts.checksums()))
 
 
 def _fail(link: LeaderLink, error: Exception, *, is_config: bool) -> int:

@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.errors import EngineDeadError, LogitsError, MoeServeError, NoTokenLeftError
 from moe_serve.experts.load import LoadCounts
+from moe_serve.experts.migration import Copies
+from moe_serve.experts.placement import Placement
 from moe_serve.load_display import LoadDisplay
 from moe_serve.model_runner import ModelRunner, StepResult
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.world import World, join, leave
+from moe_serve.rank_experts import RankExperts
 from moe_serve.rank_links import CAUSE_SECONDS, RankLinks
 from moe_serve.rank_messages import (
+    Checksums,
+    DropStaged,
+    ExpertAddresses,
     FitPool,
     ForgetWarmUp,
     LaneFailure,
@@ -22,7 +28,12 @@ from moe_serve.rank_messages import (
     RankLoad,
     RankLoaded,
     RankReady,
+    ReadChecksums,
     ReadLoad,
+    ReadStaging,
+    StageExperts,
+    Staging,
+    SwitchExperts,
 )
 from moe_serve.rank_setup import RankSetup
 from moe_serve.step import StepPlan
@@ -35,8 +46,15 @@ class RankedExecutor:
     A step that is cut short, by Ctrl-C too, leaves ranks in the middle of it: there is no other.
     """
 
-    def __init__(self, runner: ModelRunner, links: RankLinks, layout: RankLayout) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        links: RankLinks,
+        layout: RankLayout,
+        experts: RankExperts | None = None,
+    ) -> None:
         self.runner = runner
+        self._experts = experts
         self._links = links
         self._layout = layout
         self._encoder = StepEncoder(layout.data_size)
@@ -83,9 +101,53 @@ class RankedExecutor:
         """None: dispatch and collectives decide on the host how much they move."""
         return iter(())
 
+    def stage(self, copies: Copies, timeout: float) -> None:
+        for rank, own in enumerate(copies[1:], start=1):
+            self._links.send(rank, StageExperts(copies=list(own), timeout=timeout))
+        self._own_experts.stage(copies[0], timeout)
+
+    def staging(self) -> Staging:
+        self._links.send_all(ReadStaging())
+        own = self._own_experts.staging()
+        found = [own, *self._links.receive_all(Staging)]
+        errors = (state.error for state in found if state.error is not None)
+        return Staging(
+            is_done=all(state.is_done for state in found),
+            num_bytes=sum(state.num_bytes for state in found),
+            error=next(errors, None),
+        )
+
+    def switch(self, placement: Placement, layers: list[int]) -> None:
+        told = {index: [list(own) for own in placement.layers[index].experts] for index in layers}
+        self._links.send_all(SwitchExperts(layers=told))
+        self._own_experts.switch(told)
+
+    def drop_staged(self) -> None:
+        self._links.send_all(DropStaged())
+        self._own_experts.drop_staged()
+
+    def checksums(self) -> list[list[list[int]]]:
+        self._links.send_all(ReadChecksums())
+        own = self._own_experts.checksums()
+        return [own, *(answer.checksums for answer in self._links.receive_all(Checksums))]
+
+    @property
+    def _own_experts(self) -> RankExperts:
+        assert self._experts is not None, "whoever moves experts has enabled it"
+        return self._experts
+
     def close(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
         self._links.close()
         leave()
+
+
+def make_rank_experts(setup: RankSetup, runner: ModelRunner, world: World) -> RankExperts | None:
+    """None where experts do not move."""
+    if not setup.config.enable_eplb:
+        return None
+    return RankExperts(runner.model, world)
 
 
 @contextlib.contextmanager
@@ -153,5 +215,10 @@ def _load(
     num_blocks = min(own, *(answer.num_blocks for answer in links.receive_all(PoolFits)))
     links.send_all(MakePool(num_blocks=num_blocks))
     runner = setup.make_runner(model, num_blocks)
-    links.receive_all(RankReady)
-    return RankedExecutor(runner, links, setup.layout), num_blocks
+    experts = make_rank_experts(setup, runner, world)
+    others = [answer.expert_address for answer in links.receive_all(RankReady)]
+    if experts is not None:
+        addresses = [experts.address, *others]
+        links.send_all(ExpertAddresses(addresses=addresses))
+        experts.connect(addresses)
+    return RankedExecutor(runner, links, setup.layout, experts), num_blocks

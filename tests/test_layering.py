@@ -21,8 +21,8 @@ ALLOWED = {
     "experts": {"errors", "kernels", "parallel", "routing"},
     "api": {
         "__version__", "chat", "choices", "config", "detokenizer", "engine_client", "errors",
-        "experts", "logs", "messages", "metrics", "output", "sampling_params", "stop_matcher",
-        "token_bytes", "tokenizer", "wire",
+        "experts", "logs", "messages", "metrics", "output", "reports", "sampling_params",
+        "stop_matcher", "token_bytes", "tokenizer", "wire",
     },
 }  # fmt: skip
 KERNEL_LIBRARIES = {"torch", "triton", "moe_serve"}

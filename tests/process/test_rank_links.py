@@ -103,8 +103,8 @@ def test_messages_go_both_ways(open_links: Open) -> None:
     links.send_all(ReadLoad())
     for number, other in enumerate(others):
         assert other.receive() == ReadLoad()
-        other.send(RankLoad(counts=[[number]]))
-    assert links.receive_all(RankLoad) == [RankLoad(counts=[[0]]), RankLoad(counts=[[1]])]
+        other.send(RankLoad(counts=bytes([number])))
+    assert links.receive_all(RankLoad) == [RankLoad(counts=b"\0"), RankLoad(counts=b"\1")]
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(63)])

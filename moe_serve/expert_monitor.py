@@ -1,0 +1,192 @@
+"""Collects what ranks count of expert choices: windows of steps, and totals."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from moe_serve.batch import DECODE, PREFILL, RECOMPUTED
+from moe_serve.experts import statistics
+from moe_serve.experts.load import LoadCounts
+from moe_serve.experts.placement import Placement
+from moe_serve.experts.recording import PHASES, Ints, LoadRecording
+from moe_serve.experts.step_cost import StepCost
+from moe_serve.messages import ExpertStats
+from moe_serve.step import StepPlan
+
+# Shapes: C phases, L MoE layers, E logical experts, R ranks.
+
+# Steps between two collections. One copies the counters of all ranks to the host, so that a step
+# pays a small part of that.
+COLLECT_STEPS = 32
+# What `expert_hot_share` tells of.
+HOT_COUNTS = (1, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSlice:
+    """What some steps in a row counted. Arrays as in `LoadRecording`."""
+
+    steps: int
+    seconds: float
+    tokens_C: Ints
+    counts_LCE: Ints
+    rows_LR: Ints
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a recording tells of the model and the machine beside its counts; see there."""
+
+    name: str
+    top_k: int
+    expert_bytes: int
+    cost: StepCost | None
+    has_rows: bool
+
+
+class ExpertMonitor:
+    """`read`: what was counted so far on all ranks. `window_size`: steps of the sliding window, to
+    within a collection.
+    """
+
+    def __init__(
+        self, read: Callable[[], LoadCounts], facts: ModelFacts, *, window_size: int
+    ) -> None:
+        self.facts = facts
+        self.on_slice: Callable[[LoadSlice], None] = lambda part: None
+        self.stats: ExpertStats | None = None
+        self._read = read
+        self._window_size = window_size
+        self._window: collections.deque[LoadSlice] = collections.deque()
+        # All that the window has passed.
+        self._before: LoadSlice | None = None
+        self._last = read()
+        self._steps, self._seconds = 0, 0.0
+        self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
+
+    @property
+    def num_experts(self) -> int:
+        """Logical ones, of the layer that has most."""
+        return int(self._last.counts_LCE.shape[2])
+
+    def after_step(self, plan: StepPlan, seconds: float, *, max_steps: int | None = None) -> None:
+        """Collects every `COLLECT_STEPS`, or after `max_steps` where that is sooner."""
+        self._steps += 1
+        self._seconds += seconds
+        self._tokens_C += tokens_by_phase(plan)
+        if self._steps >= min(COLLECT_STEPS, max_steps or COLLECT_STEPS):
+            self.collect()
+
+    def collect(self) -> None:
+        """Take in the steps since the last time. To be called between steps."""
+        if not self._steps:
+            return
+        counts = self._read()
+        part = LoadSlice(
+            steps=self._steps,
+            seconds=self._seconds,
+            tokens_C=self._tokens_C,
+            counts_LCE=counts.counts_LCE - self._last.counts_LCE,
+            rows_LR=counts.rows_LR - self._last.rows_LR,
+        )
+        self._last = counts
+        self._steps, self._seconds = 0, 0.0
+        self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
+        self._window.append(part)
+        while sum(each.steps for each in self._window) - self._window[0].steps >= self._window_size:
+            oldest = self._window.popleft()
+            self._before = oldest if self._before is None else add(self._before, oldest)
+        self.stats = self._make_stats()
+        self.on_slice(part)
+
+    @property
+    def window(self) -> LoadSlice | None:
+        """The newest `window_size` steps; None before any was collected."""
+        return join(list(self._window))
+
+    def recording(self, placement: Placement | None) -> LoadRecording:
+        """All since the start, in two windows: the newest steps, and what was before them."""
+        parts = [part for part in (self._before, self.window) if part is not None]
+        return self.to_recording(parts, placement)
+
+    def to_recording(self, parts: list[LoadSlice], placement: Placement | None) -> LoadRecording:
+        """Of slices, one a window; without any, of one window without steps."""
+        parts = parts or [self._nothing()]
+        rows_WLR = np.stack([part.rows_LR for part in parts])
+        return LoadRecording(
+            model=self.facts.name,
+            top_k=self.facts.top_k,
+            counts_WCLE=np.stack([part.counts_LCE.swapaxes(0, 1) for part in parts]),
+            tokens_WC=np.stack([part.tokens_C for part in parts]),
+            steps_W=np.array([part.steps for part in parts], dtype=np.int64),
+            seconds_W=np.array([part.seconds for part in parts]),
+            rows_WLR=rows_WLR if self.facts.has_rows else rows_WLR[:, :, :0],
+            placement=placement,
+            expert_bytes=self.facts.expert_bytes,
+            cost=self.facts.cost,
+        )
+
+    def _nothing(self) -> LoadSlice:
+        return LoadSlice(
+            steps=0,
+            seconds=0.0,
+            tokens_C=np.zeros(len(PHASES), dtype=np.int64),
+            counts_LCE=np.zeros_like(self._last.counts_LCE),
+            rows_LR=np.zeros_like(self._last.rows_LR),
+        )
+
+    def _make_stats(self) -> ExpertStats:
+        window = self.window
+        assert window is not None
+        counts_LE = window.counts_LCE.sum(1)
+        even_L, rows_of_ranks = np.ones(1), []
+        if self.facts.has_rows:
+            even_L = statistics.balancedness(window.rows_LR)
+            rows_of_ranks = self._last.rows_LR.sum(0).tolist()
+        hottest = [k for k in HOT_COUNTS if k <= counts_LE.shape[1]]
+        return ExpertStats(
+            balancedness_mean=float(even_L.mean()),
+            balancedness_min=float(even_L.min()),
+            entropy=float(statistics.entropy(counts_LE).mean()),
+            hot_shares={k: float(statistics.hot_share(counts_LE, k).mean()) for k in hottest},
+            rows_of_ranks=rows_of_ranks,
+        )
+
+
+def tokens_by_phase(plan: StepPlan) -> Ints:
+    """[C]: the tokens of a step, counted from what is scheduled rather than by routers."""
+    tokens_C = np.zeros(len(PHASES), dtype=np.int64)
+    for chunk in plan.chunks:
+        first_new = chunk.start + chunk.num_recomputed
+        num_prompt = max(0, min(chunk.stop, chunk.request.num_prompt_tokens) - first_new)
+        tokens_C[RECOMPUTED] += chunk.num_recomputed
+        tokens_C[PREFILL] += num_prompt
+        tokens_C[DECODE] += chunk.stop - first_new - num_prompt
+    return tokens_C
+
+
+def add(first: LoadSlice, second: LoadSlice) -> LoadSlice:
+    return LoadSlice(
+        steps=first.steps + second.steps,
+        seconds=first.seconds + second.seconds,
+        tokens_C=first.tokens_C + second.tokens_C,
+        counts_LCE=first.counts_LCE + second.counts_LCE,
+        rows_LR=first.rows_LR + second.rows_LR,
+    )
+
+
+def join(parts: list[LoadSlice]) -> LoadSlice | None:
+    """All together; None of none."""
+    if not parts:
+        return None
+    return LoadSlice(
+        steps=sum(part.steps for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        tokens_C=np.sum([part.tokens_C for part in parts], axis=0),
+        counts_LCE=np.sum([part.counts_LCE for part in parts], axis=0),
+        rows_LR=np.sum([part.rows_LR for part in parts], axis=0),
+    )
