@@ -18,6 +18,8 @@ from moe_serve.errors import RecordingError
 SUFFIXES = (".json", ".npz", ".pt", ".yaml", ".yml")
 # A small archive can claim to hold petabytes.
 MAX_BYTES = 4 * 2**30
+# Whole numbers up to here are exact as floats too, and sums of them fit in 64 bits.
+MAX_WHOLE = 2**53
 
 _ABSENT = object()
 
@@ -64,10 +66,12 @@ class Document:
             raise self.error(f"{name} must be text, not {_kind(value)}")
         return value
 
-    def whole(self, name: str, least: int = 0) -> int:
+    def whole(self, name: str, least: int = 0, most: int = MAX_WHOLE) -> int:
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise self.error(f"{name} {_short(value)} must be a whole number, {least} or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(
+                f"{name} {_short(value)} must be a whole number from {least} to {most}"
+            )
         return value
 
     def number(self, name: str) -> float:
@@ -86,13 +90,13 @@ class Document:
         shape: Sequence[int | None],
         *,
         least: int = 0,
-        below: int | None = None,
+        below: int = MAX_WHOLE,
     ) -> npt.NDArray[np.int64]:
         """An array of whole numbers, `least` or more; None in `shape` is any size."""
         array = self._array(name, shape)
         if array.dtype.kind not in "iu" and array.size:
             raise self.error(f"{name} must hold whole numbers, not {_kind(array)}")
-        self._check_range(name, array, least, 2**63 if below is None else below)
+        self._check_range(name, array, least, below)
         return array.astype(np.int64)
 
     def numbers(self, name: str, shape: Sequence[int | None]) -> npt.NDArray[np.float64]:

@@ -38,6 +38,8 @@ from moe_serve.experts.step_cost import StepCost
 
 FORMAT = "moe_serve.expert_load"
 VERSION = 1
+# Far beyond any model; a file must not make arrays of any size by a number alone.
+MAX_SIZES = {"num_layers": 4096, "num_experts": 2**15, "num_ranks": 2**15}
 
 
 def to_json(recording: LoadRecording) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def _cost_values(cost: StepCost) -> dict[str, Any]:
 
 def _ours(document: Document) -> LoadRecording:
     document.check_format(FORMAT, VERSION)
-    L, E, R = (document.whole(name) for name in ("num_layers", "num_experts", "num_ranks"))
+    L, E, R = (document.whole(name, most=most) for name, most in MAX_SIZES.items())
     seconds_W = document.numbers("seconds", (None,))
     W = len(seconds_W)
     used = _phases(document)

@@ -33,6 +33,7 @@ from moe_serve.experts.statistics import replica_counts
 
 FORMAT = "moe_serve.expert_placement"
 VERSION = 1
+MAX_SLOTS = 2**20
 _SLOT_FIELDS = ("physical_to_logical_map", "phy2log", "initial_global_assignments")
 Style = Literal["moe_serve", "sglang", "eplb", "tensorrt_llm"]
 SUFFIXES: dict[Style, tuple[str, ...]] = {
@@ -81,10 +82,12 @@ def placement_of(
 ) -> Placement:
     """Our own format. Raises `RecordingError` or `PlacementError` that names the source."""
     document.check_format(FORMAT, VERSION)
-    counts_R = document.integers("slots_of_ranks", (None,))
+    counts_R = document.integers("slots_of_ranks", (None,), below=MAX_SLOTS)
     own = document.whole("num_experts")
     slots_LP = document.integers("slots", (None, int(counts_R.sum())), below=own)
-    return _checked(document, slots_LP, counts_R.tolist(), num_layers, num_experts or own)
+    if num_experts not in (None, own):
+        raise PlacementError(f"{document.source} is for {own} experts, not {num_experts}")
+    return _checked(document, slots_LP, counts_R.tolist(), num_layers, own)
 
 
 def write_placement(placement: Placement, path: str | Path, style: Style = "moe_serve") -> None:
@@ -192,8 +195,11 @@ def _checked(
             f"{source} places the experts of {len(slots_LP)} layers; the model has {num_layers} "
             "MoE layers"
         )
+    num_slots = slots_LP.shape[1]
+    if num_experts is not None and num_experts > num_slots:
+        raise PlacementError(f"{source}: {num_slots} slots do not hold {num_experts} experts")
     # One large number must not make a long list of missing experts.
-    limit = slots_LP.shape[1] if num_experts is None else num_experts
+    limit = num_slots if num_experts is None else num_experts
     wrong = np.argwhere(slots_LP >= limit)
     if len(wrong):
         layer, slot = wrong[0].tolist()

@@ -15,9 +15,10 @@
                   load [layers][ranks], balancedness (mean, min, worst_layer, layers), busiest
                   (rank with most load of all layers; x_mean: load of the busiest rank of each
                   layer over that of the mean one, layers added up)
-    cost          null where it is not known, else an estimate in ms a step: expert_ms of the
-                  slowest ranks; lost_ms of it to imbalance (slowest - mean over ranks), also as a
-                  share of expert_ms and of the measured step_ms, and by layer
+    cost          null where it is not known, else an estimate in ms a step, of the load as the
+                  placement spreads it: expert_ms of the slowest ranks; lost_ms of it to imbalance
+                  (slowest - mean over ranks), also as a share of expert_ms and of the measured
+                  step_ms, and by layer
     rebalancing   placements by name ("now" first): balancedness, expert_ms, moves (experts that a
                   rank has to be sent), moved_bytes, more_bytes_of_rank
     drift         null without baseline, else distance of shares (0 to 1) mean, max and by layer,

@@ -86,9 +86,7 @@ def load_of(routes: RouteRecording) -> LoadRecording:
 
 def _ours(document: Document) -> RouteRecording:
     document.check_format(FORMAT, VERSION)
-    num_experts = document.whole("num_experts", least=1)
-    if num_experts > MAX_EXPERTS:
-        raise document.error(f"num_experts {num_experts} must be at most {MAX_EXPERTS}")
+    num_experts = document.whole("num_experts", least=1, most=MAX_EXPERTS)
     ids_TLK = _ids(document, "ids", num_experts)
     return RouteRecording(
         model=document.text("model"),

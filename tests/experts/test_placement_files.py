@@ -119,10 +119,11 @@ def test_sizes_must_be_the_models(tmp_path: Path, values: dict[str, Any]) -> Non
         [2, 0, 1, 0],
     ]
     assert "of 2 layers; the model has 3" in refusal(tmp_path, values, num_layers=3)
-    assert "layer 0: expert 3 has no rank" in refusal(tmp_path, values, num_experts=4)
-    assert "layer 0 has expert 2 in slot 3; of 2 experts the last is 1" in refusal(
-        tmp_path, values, num_experts=2
-    )
+    other = {4: "layer 0: expert 3 has no rank", 5: "4 slots do not hold 5 experts",
+             2: "layer 0 has expert 2 in slot 3; of 2 experts the last is 1"}  # fmt: skip
+    for num_experts, message in other.items():
+        text = refusal(tmp_path, values, num_experts=num_experts)
+        assert (f"is for 3 experts, not {num_experts}" if values is OWN else message) in text
     alone = "is for 2 ranks, not 1" if values is OWN else "layer 0: rank 0 holds expert 1 twice"
     assert alone in refusal(tmp_path, values, 1)
 
@@ -130,6 +131,8 @@ def test_sizes_must_be_the_models(tmp_path: Path, values: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (OWN | {"num_experts": 10**12}, "4 slots do not hold 1000000000000 experts"),
+        (OWN | {"num_experts": 4}, "layer 0: expert 3 has no rank"),
         (OWN | {"version": 2}, "version 2 of moe_serve.expert_placement is not known"),
         (OWN | {"slots_of_ranks": [2, 1]}, r"slots has shape \[2, 4\], not \[any, 3\]"),
         (OWN | {"slots_of_ranks": [5, -1]}, r"slots_of_ranks\[1\] is -1"),

@@ -88,7 +88,7 @@ def save(path: Path, **changes: Any) -> Path:
     [
         ({"version": 3}, "version 3 of moe_serve.expert_routes is not known"),
         ({"num_experts": 3}, r"ids\[0, 0, 0\] is 3; it must be 0 or more and below 3"),
-        ({"num_experts": 2**15 + 1}, "num_experts 32769 must be at most 32768"),
+        ({"num_experts": 2**15 + 1}, "num_experts 32769 must be a whole number from 1 to 32768"),
         ({"ids": np.array([[[3, -1]], [[3, 1]]])}, r"ids\[0, 0, 1\] is -1"),
         ({"ids": np.array([[[3, 0]], [[1, 1]]])}, "token 1 chose expert 1 twice in layer 0"),
         ({"ids": np.array([[3, 0], [3, 1]])}, r"ids has shape \[2, 2\], not \[any, any, any\]"),
