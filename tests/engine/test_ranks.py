@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import socket
 import struct
@@ -22,11 +23,14 @@ from safetensors.torch import load_file, save_file
 from moe_serve.config import EngineConfig
 from moe_serve.engine import Engine
 from moe_serve.engine_loader import load_engine
+from moe_serve.experts.route_files import load_of
 from moe_serve.messages import AddRequest
 from moe_serve.parallel.degrees import local_seat
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.world import leave
+from moe_serve.route_recorder import RouteRecorder
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.token_routes import TokenRoutes
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.dist
@@ -317,3 +321,39 @@ def test_preemption_chunks_and_prefix_hits_over_ranks(
 def twice_in_a_small_pool(engine: Engine, num_logprobs: int) -> tuple[Told, Told, Any]:
     told = complete(engine, prompts(), num_logprobs), complete(engine, prompts(), num_logprobs)
     return *told, engine.stats
+
+
+def routed(engine: Engine) -> tuple[dict[str, Any], Any, bool]:
+    """Routes by request, those of a recording, and whether that has just what was counted."""
+    recorder = RouteRecorder()
+    recorder.start()
+    for index, prompt in enumerate(prompts()):
+        # Some ask; the recorder hears of all.
+        params = dataclasses.replace(sampling(index, 0), return_routed_experts=index % 3 > 0)
+        engine.add(AddRequest(request_id=str(index), prompt_token_ids=prompt, sampling=params))
+    told: dict[str, Any] = {}
+    while (plan := engine.scheduler.schedule(records_routes=recorder.is_recording)) is not None:
+        results = engine.executor.run(plan).results
+        recorder.observe(plan, results)
+        for update in engine.scheduler.update(plan, results):
+            if update.routes is not None:
+                told.setdefault(update.request_id, []).append(update.routes)
+    recording = recorder.recording("tiny", 8)
+    counted_LCE = engine.executor.read_load().counts_LCE
+    phases = load_of(recording).counts_WCLE[0].swapaxes(0, 1)
+    ids = {name: TokenRoutes.join(parts).ids_TLK.tolist() for name, parts in told.items()}
+    # In the order of first appearance, which lanes change.
+    starts = itertools.accumulate(recording.request_lengths, initial=0)
+    parts = sorted(recording.ids_TLK[a:b].tolist() for a, b in itertools.pairwise(starts))
+    return ids, parts, bool((phases == counted_LCE).all())
+
+
+def test_routes_come_home_from_all_ranks(
+    pool: RankPool, random_family: Callable[[str], Path]
+) -> None:
+    """Prompts in chunks that do not divide by ranks, and steps with fewer tokens than ranks."""
+    runs = Runs(pool, str(random_family("qwen3_moe")), "float32", 0)
+    options = {"max_num_batched_tokens": 13, **EXACT}
+    alone = runs.drive(routed, tensor=1, data=1, **options)
+    assert sorted(alone[0]) == ["1", "2", "4", "5"] and alone[2]
+    assert runs.drive(routed, tensor=2, data=2, **options, **DIRECT) == alone

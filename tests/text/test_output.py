@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from moe_serve.choices import fan_out
 from moe_serve.messages import RequestUpdate, TokenLogprobs
 from moe_serve.output import OutputAssembler, OutputDelta, SequenceOutput
 from moe_serve.sampling_params import SamplingParams
+from moe_serve.token_routes import TokenRoutes
 
 EOS, TOOL, PADDED = 256, 257, 300
 
@@ -233,3 +235,30 @@ def test_choices_get_ids_and_random_streams_of_their_own() -> None:
     assert len({c.params.seed for c in choices}) == 3
     assert {c.params.n for c in choices} == {1}
     assert fan_out("cmpl-1", SamplingParams(n=3, seed=11)) == choices
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1),
+    stop=st.sampled_from(["", "cd", "h"]),
+    max_tokens=st.integers(1, 12),
+)
+def test_routes_end_with_the_last_token_but_one(
+    sizes: list[int], stop: str, max_tokens: int
+) -> None:
+    """However many tokens an update brings, and wherever in it a stop string is complete."""
+    assembler = assemble(stop=(stop,) if stop else ())
+    whole = SequenceOutput(request_id="r")
+    assert whole.routed_experts is None
+    ids_TLK = np.arange(6 * 20, dtype=np.int16).reshape(20, 3, 2)
+    text, turn, num_told = "abcdefghijkl"[:max_tokens], 0, 0
+    while not assembler.is_finished:
+        part, text = text[: sizes[turn % len(sizes)]], text[sizes[turn % len(sizes)] :]
+        # The prompt has 3 tokens.
+        num_computed = 3 + max_tokens - len(text) - 1
+        routes = TokenRoutes.of(ids_TLK[num_told:num_computed])
+        reason = None if text else "length"
+        whole.add(assembler.feed(update(part, reason, routes=routes)))
+        turn, num_told = turn + 1, num_computed
+    told = whole.routed_experts
+    assert told is not None and told.flags.writeable
+    assert np.array_equal(told, ids_TLK[: 3 + whole.num_output_tokens - 1])
