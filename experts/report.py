@@ -95,7 +95,10 @@ def _placement(
 ) -> tuple[Placement | None, list[str]]:
     if num_ranks is None:
         if recording.placement is None:
-            return None, ["Ranks are not shown: the recording does not tell where experts lie."]
+            return None, [
+                "Load over ranks is not shown: the recording is of no expert parallelism, or does "
+                "not tell where experts lie. A number of ranks can be assumed."
+            ]
         return recording.placement, []
     check_redundant(recording.num_experts, num_redundant, num_ranks)
     placement = Placement.make(

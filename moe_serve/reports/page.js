@@ -133,7 +133,7 @@ function drawRebalancing() {
     "expert ms a step", "moves", "MiB to move", "more MiB on a rank"];
   byId("rebalancing-table").replaceChildren(table(names, report.rebalancing.map((row) => [
     row.name, row.num_slots, row.num_redundant, fixed(row.balancedness_mean, 3),
-    fixed(row.balancedness_min, 3), milliseconds(row.expert_ms), whole(row.moves),
+    fixed(row.balancedness_min, 3), fixed(row.expert_ms, 3), whole(row.moves),
     mebibytes(row.moved_bytes), mebibytes(row.more_bytes_of_rank)])));
 }
 
