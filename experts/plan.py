@@ -49,11 +49,16 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Estimated. Seconds of the MoE layers of a mean step; `tokens_per_second` with `auto`."""
+    """Estimated. Seconds of the MoE layers of a mean step, exchanges by backend.
+
+    `tokens_per_second`: with `auto`; `replica_tokens_per_second`: of as many whole copies, each of
+    which has its rank's tokens.
+    """
 
     expert_seconds: float
     exchange_seconds: dict[str, float]
     tokens_per_second: float
+    replica_tokens_per_second: float
     break_even: BreakEven
 
 
@@ -150,8 +155,11 @@ def make_plan(
     outcomes: dict[int, Outcome] = {}
     for num_ranks in sorted({layout.num_ranks for layout in layouts}):
         own = [index for index, layout in enumerate(layouts) if layout.num_ranks == num_ranks]
+        replica_seconds = 0.0
         for ids_NTK in cut_steps(routes.ids_TLK, batch_tokens):
             group = step_group(ids_NTK, routes.num_experts, num_ranks)
+            if model is not None:
+                replica_seconds += model.replica_seconds(group, routes.num_experts, num_ranks)
             for index in own:
                 tallies[index].add(replay(group, tallies[index].table), group.num_tokens)
                 on_tokens(len(ids_NTK) // routes.num_layers * group.num_tokens)
@@ -159,7 +167,7 @@ def make_plan(
         if model is not None:
             comparison = ReplicaComparison(model, routes.ids_TLK, routes.num_experts, num_ranks)
         for index in own:
-            outcomes[index] = tallies[index].outcome(routes.num_tokens, comparison)
+            outcomes[index] = tallies[index].outcome(comparison, replica_seconds)
     every = routes.num_layers * routes.num_experts
     return Plan(
         routes=routes,
@@ -187,11 +195,14 @@ class _Tally:
         self._expert_seconds = 0.0
         self._exchange_seconds = dict.fromkeys(BACKENDS, 0.0)
         self._num_steps = 0
+        self._num_tokens = 0
 
     def add(self, replayed: Replayed, num_tokens: int) -> None:
         """`num_tokens`: of each step."""
         num_layers = len(self._rows_LP)
-        self._num_steps += len(replayed.rows_NP) // num_layers
+        num_steps = len(replayed.rows_NP) // num_layers
+        self._num_steps += num_steps
+        self._num_tokens += num_steps * num_tokens
         self._rows_LP += replayed.rows_NP.reshape(-1, *self._rows_LP.shape).sum(0)
         self._tokens_R += replayed.flow.tokens_NHR.sum((0, 2))
         self._results_R += replayed.flow.results_NHR.sum((0, 1))
@@ -217,7 +228,8 @@ class _Tally:
         for name, bytes_R in sent.items():
             self._bytes_R[name] += bytes_R
 
-    def outcome(self, num_tokens: int, comparison: ReplicaComparison | None) -> Outcome:
+    def outcome(self, comparison: ReplicaComparison | None, replica_seconds: float) -> Outcome:
+        """`replica_seconds`: what whole copies take for all steps."""
         placement = self.layout.placement
         rows_LR = sum_by_rank(self._rows_LP, placement).astype(np.int64)
         balanced_L = balancedness(rows_LR)
@@ -233,17 +245,18 @@ class _Tally:
             results_out_R=_whole(self._results_R),
             bytes_out={n: _whole(b) for n, b in self._bytes_R.items()} if expert_bytes else {},
             expert_bytes_R=tuple(n * placement.num_layers * expert_bytes for n in slots),
-            timing=None if comparison is None else self._timing(num_tokens, comparison),
+            timing=None if comparison is None else self._timing(comparison, replica_seconds),
         )
 
-    def _timing(self, num_tokens: int, comparison: ReplicaComparison) -> Timing:
+    def _timing(self, comparison: ReplicaComparison, replica_seconds: float) -> Timing:
         seconds = self._expert_seconds + self._exchange_seconds["auto"]
         return Timing(
             expert_seconds=self._expert_seconds / self._num_steps,
             exchange_seconds={
                 name: total / self._num_steps for name, total in self._exchange_seconds.items()
             },
-            tokens_per_second=num_tokens / seconds,
+            tokens_per_second=self._num_tokens / seconds,
+            replica_tokens_per_second=self._num_tokens / replica_seconds,
             break_even=comparison.break_even(self.table),
         )
 

@@ -37,6 +37,11 @@ def plan_table(plan: Plan, balanced_for: str) -> str:
         parts += [_copies(plan), "No bytes, memory or times: they need the model's sizes; --config"]
     else:
         parts += [*_sent(plan), *_times(plan, plan.model)]
+    best = plan.best.layout
+    parts.append(
+        f"{'Most even in its steps' if plan.model is None else 'Most tokens/s'}: EP "
+        f"{best.num_ranks}, {best.num_redundant} redundant, {best.source}."
+    )
     return "\n\n".join(parts)
 
 
@@ -91,6 +96,7 @@ def _values(outcome: Outcome, num_tokens: int) -> dict[str, Any]:
             "expert_seconds_per_step": timing.expert_seconds,
             "exchange_seconds_per_step": timing.exchange_seconds,
             "tokens_per_second": timing.tokens_per_second,
+            "replica_tokens_per_second": timing.replica_tokens_per_second,
             "break_even_tokens_per_rank": timing.break_even._asdict()
             | {"text": str(timing.break_even)},
         },
@@ -145,7 +151,8 @@ def _times(plan: Plan, model: TimeModel) -> list[str]:
             f"{max(outcome.expert_bytes_R) / 1e9:,.2f}",
             f"{timing.expert_seconds * 1e3:,.3f}", f"{exchange * 1e3:,.3f}",
             f"{(timing.expert_seconds + exchange) * 1e3:,.3f}",
-            f"{timing.tokens_per_second:,.0f}", str(timing.break_even),
+            f"{timing.tokens_per_second:,.0f}", f"{timing.replica_tokens_per_second:,.0f}",
+            str(timing.break_even),
         ]  # fmt: skip
 
     shape, hardware = model.shape, model.hardware
@@ -155,6 +162,7 @@ def _times(plan: Plan, model: TimeModel) -> list[str]:
         "\nexchange",
         "\nboth",
         "tokens/s",
+        "replicas'\ntokens/s",
         "beats\nreplicas",
     ]
     return [
@@ -164,8 +172,9 @@ def _times(plan: Plan, model: TimeModel) -> list[str]:
         f"auto, on\n{hardware.name}: {hardware.flops:.4g} FLOP/s, {hardware.memory_bandwidth:.4g} "
         f"B/s of memory, {hardware.link_bandwidth:.4g} B/s to other ranks, "
         f"{hardware.message_seconds:.2g} s an exchange.\n"
-        "beats replicas: tokens per rank and step with which that takes less time than as many "
-        f"whole\ncopies that never exchange; the recording tells up to {_reach(plan)}.",
+        "replicas: as many whole copies, which never exchange, each with the tokens of one rank;\n"
+        "beats replicas: the tokens per rank and step with which EP takes less time than they do;\n"
+        f"the recording tells up to {_reach(plan)}.",
         _table([*_LABELS, *head], plan, cells),
     ]
 

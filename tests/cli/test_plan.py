@@ -59,6 +59,7 @@ def test_each_pair_has_a_line_and_a_trace_alone_gives_what_is_exact(
     assert labels == expected * 2
     assert "97 tokens of 2 requests, 3 MoE layers, 8 experts, 2 per token" in text
     assert "--config" in text and "tokens/s" not in text
+    assert "\nMost even in its steps: EP 2, " in text
 
 
 def test_with_a_config_there_are_bytes_memory_and_times(

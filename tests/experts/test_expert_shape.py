@@ -24,7 +24,7 @@ BASE = {"model_type": "x", "hidden_size": 8, "intermediate_size": 32, "num_hidde
         ({"first_k_dense_replace": 3}, 9),
         ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, 5),
         ({"moe_layer_freq": [0] + [1] * 11}, 11),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 5),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, 4),
         ({"interleave_moe_layer_step": 3}, 4),
         ({"expert_layer_period": 4, "expert_layer_offset": 1}, 3),
         ({"moe_layer_start_index": 2, "moe_layer_end_index": 10, "moe_layer_interval": 2}, 4),

@@ -243,8 +243,47 @@ def test_a_step_takes_what_its_slowest_rank_and_the_exchange_take() -> None:
     assert timing.exchange_seconds["allgather_reducescatter"] == pytest.approx(200 + 32 / 8)
     assert timing.exchange_seconds["auto"] == timing.exchange_seconds["allgather_reducescatter"]
     assert timing.tokens_per_second == pytest.approx(2 / (32 + 204))
+    # With a whole copy each rank reads two experts for the two rows of its own token.
+    assert timing.replica_tokens_per_second == pytest.approx(2 / (2 + 2 * 10))
     assert outcome.expert_bytes_R == (2 * 192, 192)
     assert plan.replica_bytes == 3 * 192
+
+
+def one_expert_each(*experts_TL: list[int]) -> RouteRecording:
+    """Three experts, top-1: by token, its expert in each layer."""
+    return RouteRecording(
+        model="tiny", num_experts=3, ids_TLK=np.array(experts_TL, dtype=np.int16)[:, :, None],
+        request_lengths=(len(experts_TL),), phases_T=np.zeros(len(experts_TL), dtype=np.int8),
+    )  # fmt: skip
+
+
+def test_an_exchange_takes_what_its_busiest_rank_receives() -> None:
+    """A token on each of three ranks, and all go to rank 0: it receives two and sends two back."""
+    routes = one_expert_each([0], [0], [0])
+    layouts = layouts_of(Placement.make(1, 3, 3), num_experts=3)
+    model = TimeModel(shape=shape_for(routes, hidden=4), hardware=machine(link_bandwidth=8))
+    (outcome,) = make_plan(routes, layouts, batch_tokens=3, model=model).outcomes
+    assert outcome.timing is not None
+    # Counts: 2 x 2 of 8 bytes. Tokens: 8 bytes and an id, padded to 16. Results: 8 bytes.
+    assert outcome.bytes_out["all_to_all"] == (32 + 2 * 8, 32 + 16, 32 + 16)
+    assert outcome.timing.exchange_seconds["all_to_all"] == (32 + 2 * 16 + 2 * 8) / 8
+
+
+def test_unevenness_of_steps_does_not_cancel_out() -> None:
+    """Each rank is the busy one in half of all layers and steps, so that in all they are even."""
+    routes = one_expert_each([0, 2], [0, 2], [2, 0], [2, 0])
+    layouts = layouts_of(Placement.make(2, 3, 2), num_experts=3)
+    model = TimeModel(
+        shape=shape_for(routes, hidden=4),
+        hardware=machine(memory_bandwidth=192, flops=192 / 10, link_bandwidth=float("inf")),
+    )
+    (outcome,) = make_plan(routes, layouts, batch_tokens=2, model=model).outcomes
+    assert outcome.rows_R == (4, 4) and outcome.balancedness_min == 1
+    assert outcome.step_balancedness == 0.5
+    assert outcome.timing is not None
+    # In each of two layers one expert is read and computes two rows.
+    assert outcome.timing.expert_seconds == pytest.approx(2 * (1 + 2 * 10))
+    assert outcome.timing.tokens_per_second == pytest.approx(2 / 42)
 
 
 def all_to_all_experts(num_tokens: int) -> RouteRecording:
