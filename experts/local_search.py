@@ -133,58 +133,88 @@ def best_replacement(state: LayerLoads, layers: Ints, top_A: Ints, least: int) -
     Either a slot of the top rank, to any other expert; or one elsewhere, to an expert of the top
     rank, which then carries less of it.
     """
-    expert_AP = state.slots_LP[layers]
-    row_M, slot_M = np.nonzero(state.counts_LE[layers[:, None], expert_AP] > least)
-    is_on_top_M = state.rank_P[slot_M] == top_A[row_M]
     best = Change(np.full(len(layers), NEVER), np.zeros_like(layers), np.zeros_like(layers))
-    for is_wanted_M in (is_on_top_M, ~is_on_top_M):
-        row, slot = row_M[is_wanted_M], slot_M[is_wanted_M]
-        if not len(row):
+    spare = _spare_slots(state, layers, top_A, least)
+    is_on_top_M = state.rank_P[spare.slot_M] == top_A[spare.row_M]
+    for is_elsewhere, is_wanted_M in ((False, is_on_top_M), (True, ~is_on_top_M)):
+        some = _Spare(*(table_M[is_wanted_M] for table_M in spare))
+        if not len(some.row_M):
             continue
-        if is_wanted_M is is_on_top_M:
-            expert_MN = np.arange(state.load_LE.shape[1])[None].repeat(len(row), axis=0)
+        layer_M = layers[some.row_M]
+        if is_elsewhere:
+            slot_MS = state.slots_RS[top_A[some.row_M]]
+            expert_MN = state.slots_LP[layer_M[:, None], slot_MS]
         else:
-            expert_MN = expert_AP[row[:, None], state.slots_RS[top_A[row]]]
-        after_M, expert_M = _best_expert(state, layers[row], top_A[row], slot, expert_MN)
-        best = _first_best(best, row, after_M, slot, expert_M)
+            expert_MN = np.arange(state.load_LE.shape[1])[None].repeat(len(layer_M), axis=0)
+        after_M, expert_M = _best_expert(state, layer_M, some, expert_MN, is_elsewhere)
+        _keep_better(best, some.row_M, Change(after_M, some.slot_M, expert_M))
     return best
 
 
-def _best_expert(
-    state: LayerLoads, layer_M: Ints, top_M: Ints, slot_M: Ints, expert_MN: Ints
-) -> tuple[Ints, Ints]:
-    """Of experts [M, any number], which one to put in each slot: (load after, expert), [M]."""
-    rows, every = layer_M[:, None], np.arange(len(layer_M))
-    old_M, rank_M = state.slots_LP[layer_M, slot_M], state.rank_P[slot_M]
-    share_M = state.share_LE[layer_M, old_M]
-    fewer_M = state.counts_LE[layer_M, old_M] - 1
-    # The other replicas of the old expert carry more.
-    risen_MR = state.loads_LR[layer_M] + np.where(
-        state.held_LER[layer_M, old_M],
-        (state.load_LE[layer_M, old_M] // fewer_M - share_M)[:, None],
-        0,
+class _Spare(NamedTuple):
+    """Slots whose expert has replicas to spare, and what follows if that one goes: loads of their
+    rank, of the top rank, and of the fullest of the others that hold the expert.
+    """
+
+    row_M: Ints
+    slot_M: Ints
+    rest_M: Ints
+    top_M: Ints
+    others_M: Ints
+
+
+def _spare_slots(state: LayerLoads, layers: Ints, top_A: Ints, least: int) -> _Spare:
+    # By expert first, X of them: replicas of one expert have nearly all of this in common.
+    is_spare_AE = state.counts_LE[layers] > least
+    row_X, expert_X = np.nonzero(is_spare_AE)
+    layer_X, every = layers[row_X], np.arange(len(row_X))
+    share_X = state.share_LE[layer_X, expert_X]
+    fewer_X = state.counts_LE[layer_X, expert_X] - 1
+    rise_X = state.load_LE[layer_X, expert_X] // fewer_X - share_X
+    held_XR = state.held_LER[layer_X, expert_X]
+    risen_XR = np.where(held_XR, state.loads_LR[layer_X] + rise_X[:, None], 0)
+    on_top_X = np.where(held_XR[every, top_A[row_X]], rise_X, 0)
+    risen_XR[every, top_A[row_X]] = 0
+    fullest_X = risen_XR.argmax(axis=1)
+    first_X = risen_XR[every, fullest_X]
+    risen_XR[every, fullest_X] = 0
+    second_X = risen_XR.max(axis=1)
+
+    expert_AP = state.slots_LP[layers]
+    row_M, slot_M = np.nonzero(np.take_along_axis(is_spare_AE, expert_AP, axis=1))
+    index_AE = np.cumsum(is_spare_AE).reshape(is_spare_AE.shape) - 1
+    index_M = index_AE[row_M, expert_AP[row_M, slot_M]]
+    rank_M = state.rank_P[slot_M]
+    return _Spare(
+        row_M,
+        slot_M,
+        state.loads_LR[layers[row_M], rank_M] - share_X[index_M],
+        state.loads_LR[layers, top_A][row_M] + on_top_X[index_M],
+        np.where(rank_M == fullest_X[index_M], second_X[index_M], first_X[index_M]),
     )
-    top_risen_M = risen_MR[every, top_M]
-    risen_MR[~state.held_LER[layer_M, old_M]] = 0
-    risen_MR[every, top_M] = risen_MR[every, rank_M] = 0
-    more_MN = state.load_LE[rows, expert_MN] // (state.counts_LE[rows, expert_MN] + 1)
-    after_MN = (state.loads_LR[layer_M, rank_M] - share_M)[:, None] + more_MN
-    is_elsewhere_M = rank_M != top_M
-    relief_MN = state.share_LE[rows, expert_MN] - more_MN
-    top_after_MN = np.where(is_elsewhere_M, top_risen_M, 0)[:, None] - relief_MN
-    after_MN = np.maximum(np.maximum(after_MN, top_after_MN), risen_MR.max(axis=1)[:, None])
-    after_MN[state.barred_LER[rows, expert_MN, rank_M[:, None]]] = NEVER
+
+
+def _best_expert(
+    state: LayerLoads, layer_M: Ints, spare: _Spare, expert_MN: Ints, is_elsewhere: bool
+) -> tuple[Ints, Ints]:
+    """Of experts [M, N], which one to put in each slot: (load after, expert), [M]."""
+    rows, every = layer_M[:, None], np.arange(len(layer_M))
+    share_MN = state.load_LE[rows, expert_MN] // (state.counts_LE[rows, expert_MN] + 1)
+    after_MN = np.maximum(spare.rest_M[:, None] + share_MN, spare.others_M[:, None])
+    if is_elsewhere:
+        relief_MN = state.share_LE[rows, expert_MN] - share_MN
+        after_MN = np.maximum(after_MN, spare.top_M[:, None] - relief_MN)
+    after_MN[state.barred_LER[rows, expert_MN, state.rank_P[spare.slot_M][:, None]]] = NEVER
     best_M = after_MN.argmin(axis=1)
     return after_MN[every, best_M], expert_MN[every, best_M]
 
 
-def _first_best(best: Change, row_M: Ints, after_M: Ints, slot_M: Ints, expert_M: Ints) -> Change:
-    """`best`, or the first of the M candidates with the least load after, where that is less."""
-    order_M = np.lexsort((np.arange(len(row_M)), after_M, row_M))
-    row_A, first_A = np.unique(row_M[order_M], return_index=True)
-    chosen = order_M[first_A]
-    is_better = after_M[chosen] < best.after_A[row_A]
-    row_A, chosen = row_A[is_better], chosen[is_better]
-    for table_A, value_M in zip(best, (after_M, slot_M, expert_M), strict=True):
-        table_A[row_A] = value_M[chosen]
-    return best
+def _keep_better(best: Change, row_M: Ints, change_M: Change) -> None:
+    """Put into `best` the first of the least of each row, where it is less. Rows are in order."""
+    row_A, start_A = np.unique(row_M, return_index=True)
+    least_A = np.minimum.reduceat(change_M.after_A, start_A)
+    hit = np.flatnonzero(change_M.after_A == least_A.repeat(np.diff(start_A, append=len(row_M))))
+    chosen = hit[np.searchsorted(hit, start_A)]
+    is_better = least_A < best.after_A[row_A]
+    for table_A, value_M in zip(best, change_M, strict=True):
+        table_A[row_A[is_better]] = value_M[chosen[is_better]]
