@@ -95,9 +95,8 @@ class ExpertPeer:
             header = decode_header(head.bytes)
             piece = self._asked.pop(header.number)
         except (ValueError, msgspec.MsgspecError, KeyError) as error:
-            raise TransferError(
-                f"rank {self._rank} sent what nobody asked for: {error!r}"
-            ) from None
+            why = f"rank {self._rank} sent what nobody asked for: {error!r}"
+            raise TransferError(why) from None
         _check(piece, header, body)
         np.copyto(piece.target, np.frombuffer(body.buffer, dtype=np.uint8))
         self.num_bytes += len(piece.target)
