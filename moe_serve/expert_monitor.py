@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moe_serve.batch import DECODE, PREFILL, RECOMPUTED
-from moe_serve.experts import statistics
+from moe_serve.experts import load_statistics
 from moe_serve.experts.load import LoadCounts
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import PHASES, Ints, LoadRecording
@@ -145,14 +145,14 @@ class ExpertMonitor:
         counts_LE = window.counts_LCE.sum(1)
         even_L, rows_of_ranks = np.ones(1), []
         if self.facts.has_rows:
-            even_L = statistics.balancedness(window.rows_LR)
+            even_L = load_statistics.balancedness(window.rows_LR)
             rows_of_ranks = self._last.rows_LR.sum(0).tolist()
         hottest = [k for k in HOT_COUNTS if k <= counts_LE.shape[1]]
         return ExpertStats(
             balancedness_mean=float(even_L.mean()),
             balancedness_min=float(even_L.min()),
-            entropy=float(statistics.entropy(counts_LE).mean()),
-            hot_shares={k: float(statistics.hot_share(counts_LE, k).mean()) for k in hottest},
+            entropy=float(load_statistics.entropy(counts_LE).mean()),
+            hot_shares={k: float(load_statistics.hot_share(counts_LE, k).mean()) for k in hottest},
             rows_of_ranks=rows_of_ranks,
         )
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_serve.count_recorder import CountRecorder
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import MoeServeError, PlacementError, RecordingError
-from moe_serve.expert_monitor import ExpertMonitor
+from moe_serve.expert_monitor import ExpertMonitor, LoadSlice
+from moe_serve.expert_recorder import ExpertRecorder
 from moe_serve.experts.documents import plain
-from moe_serve.experts.load_files import to_json, write_load
+from moe_serve.experts.load_files import to_json
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.placement_files import placement_values
 from moe_serve.experts.recording import Ints
-from moe_serve.experts.route_files import write_routes
 from moe_serve.messages import (
     CallAnswer,
     EngineCall,
@@ -31,7 +29,6 @@ from moe_serve.messages import (
     RecordCall,
 )
 from moe_serve.rebalancer import ExpertMover, Rebalancer, RebalanceResult
-from moe_serve.route_recorder import RouteRecorder
 from moe_serve.step import ChunkResult, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -58,14 +55,11 @@ class ExpertService:
         self._placement = placement
         self._config = config
         self._mover = mover
-        self._record_dir = record_dir
         self.rebalancer: Rebalancer | None = None
         if mover is not None and placement is not None:
             expert_bytes = monitor.facts.expert_bytes
             self.rebalancer = Rebalancer(mover, placement, config, expert_bytes)
-        self._counts: CountRecorder | None = None
-        self._routes: RouteRecorder | None = None
-        self._is_recording = False
+        self._recorder = ExpertRecorder(monitor, record_dir)
         self._steps_since_rebalance = 0
         self._num_collections = 0
         self._stats_told: ExpertStats | None = None
@@ -84,7 +78,7 @@ class ExpertService:
 
     @property
     def records_routes(self) -> bool:
-        return self._is_recording and self._routes is not None
+        return self._recorder.records_routes
 
     def before_step(self) -> None:
         """Move experts on, if any are on their way or it is time to."""
@@ -103,11 +97,8 @@ class ExpertService:
     def after_step(self, plan: StepPlan, results: Sequence[ChunkResult], seconds: float) -> None:
         """To be called before the scheduler applies the results."""
         self._steps_since_rebalance += 1
-        counts = self._counts if self._is_recording else None
-        steps_left = None if counts is None else counts.num_steps_left
-        self.monitor.after_step(plan, seconds, max_steps=steps_left)
-        if self._is_recording and self._routes is not None:
-            self._routes.observe(plan, results)
+        self.monitor.after_step(plan, seconds, max_steps=self._recorder.num_steps_left)
+        self._recorder.observe(plan, results)
 
     def take_stats(self) -> ExpertStats | None:
         """What is new since the last time."""
@@ -219,12 +210,17 @@ class ExpertService:
                     f"layer {index} has {len(row)} slots; here are {now.num_slots}, "
                     f"{list(now.slots_of_ranks)} by rank"
                 )
+            unknown = next((e for e in row if not 0 <= e < now.num_experts), None)
+            if unknown is not None:
+                raise PlacementError(
+                    f"layer {index}: there is no expert {unknown}; the model has "
+                    f"{now.num_experts}, from 0"
+                )
         slots_LP = np.array(slots, dtype=np.int64).reshape(-1, now.num_slots)
         return Placement.of_slots(slots_LP, now.slots_of_ranks)
 
-    def _take_slice(self, part: Any) -> None:
-        if self._is_recording and self._counts is not None:
-            self._counts.add(part)
+    def _take_slice(self, part: LoadSlice) -> None:
+        self._recorder.add(part)
         self._num_collections += 1
         stats, every = self.monitor.stats, self._config.log_balancedness_interval
         if self._config.log_balancedness and self._num_collections % every == 0:
@@ -238,47 +234,10 @@ class ExpertService:
     def _record(self, message: RecordCall) -> dict[str, Any]:
         # What was counted before belongs to what was before.
         self.monitor.collect()
+        if message.action == "dump":
+            return self._recorder.dump(message.style, self.placement)
         if message.action == "start":
-            self._start_recording(message)
-        elif self._counts is None and self._routes is None:
-            raise RecordingError("nothing is recorded; start a recording first")
-        elif message.action == "stop":
-            self._is_recording = False
-            if self._routes is not None:
-                self._routes.stop()
+            self._recorder.start(message.mode, message.window)
         else:
-            return self._dump(message.style)
-        return {"is_recording": self._is_recording}
-
-    def _start_recording(self, message: RecordCall) -> None:
-        if self._is_recording:
-            raise RecordingError("a recording is on its way; stop it first")
-        self._counts = self._routes = None
-        if message.mode == "counts":
-            self._counts = CountRecorder(message.window)
-        else:
-            self._routes = RouteRecorder()
-            self._routes.start()
-        self._is_recording = True
-
-    def _dump(self, style: str) -> dict[str, Any]:
-        """Write what there is, and begin anew; if that fails, nothing is lost."""
-        name = f"experts-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.{style}"
-        path = self._record_dir.expanduser().absolute() / name
-        facts = self.monitor.facts
-        if self._routes is not None:
-            if style != "npz":
-                raise RecordingError(f"routes are written as npz only, not as {style}")
-            routes = self._routes.recording(facts.name, self.monitor.num_experts)
-            write_routes(routes, path)
-            told = {"mode": "routes", "num_tokens": routes.num_tokens}
-            self._routes = RouteRecorder()
-            if self._is_recording:
-                self._routes.start()
-        else:
-            assert self._counts is not None
-            windows = self._counts.windows
-            write_load(self.monitor.to_recording(windows, self.placement), path)
-            told = {"mode": "counts", "num_windows": len(windows)}
-            self._counts = CountRecorder(self._counts.window)
-        return {"path": str(path), **told, "is_recording": self._is_recording}
+            self._recorder.stop()
+        return {"is_recording": self._recorder.is_recording}

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import PlacementError
-from moe_serve.experts import statistics
+from moe_serve.experts import load_statistics
 from moe_serve.experts.balance import balance
 from moe_serve.experts.balance_goal import BalanceGoal
 from moe_serve.experts.migration import Copies, layers_of, plan_copies, replaced, split_copies
@@ -130,7 +130,7 @@ class Rebalancer:
     def gain(self, load_LE: Ints, target: Placement) -> tuple[float, float]:
         """Balancedness, mean over layers, of the placement in use and of the target."""
         before, after = (
-            float(statistics.balancedness(statistics.rank_loads(load_LE, each)).mean())
+            float(load_statistics.balancedness(load_statistics.rank_loads(load_LE, each)).mean())
             for each in (self.placement, target)
         )
         return before, after
@@ -180,10 +180,8 @@ class Rebalancer:
                 f"are {now.num_layers} with {list(now.slots_of_ranks)}"
             )
         for index, layer in enumerate(target.layers):
-            if layer.num_experts != now.num_experts:
-                raise PlacementError(
-                    f"layer {index}: {layer.num_experts} experts; the model has {now.num_experts}"
-                )
+            if layer.num_experts < now.num_experts:
+                raise PlacementError(f"layer {index}: expert {now.num_experts - 1} has no rank")
 
     def advance(self) -> None:
         """Between two steps: look how far the ranks are, and switch what is ready."""

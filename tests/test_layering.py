@@ -32,8 +32,10 @@ PURE = [
     "lane", "lane_choice", "step_codec", "rank_messages", "token_routes", "route_recorder",
     "parallel.degrees", "parallel.layout", "parallel.shard", "experts.placement",
     "experts.balance", "experts.migration", "experts.recording", "experts.step_cost",
-    "experts.statistics", "experts.report", "experts.load_files",
+    "experts.load_statistics", "experts.report", "experts.load_files",
     "experts.placement_files", "experts.plan", "routing.traffic",
+    "experts.replay", "experts.step_time", "experts.hardware", "experts.expert_shape",
+    "experts.route_files", "experts.selection", "experts.documents", "experts.rank_report",
 ]  # fmt: skip
 
 

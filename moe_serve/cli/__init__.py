@@ -19,6 +19,8 @@ COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "generate": "complete prompts from the command line",
     "plan": "replay recorded expert choices through placements, before having the GPUs",
+    "rebalance": "place the experts of a running server anew",
+    "record": "record the expert choices of a running server",
     "report": "tell how even expert load is, and what rebalancing would give",
     "version": "print the version",
 }

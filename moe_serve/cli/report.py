@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_serve.errors import ConfigError, EngineError, RecordingError
+from moe_serve.cli.http import ask
+from moe_serve.errors import ConfigError
 from moe_serve.option_parser import OptionParser, closest
 from moe_serve.options import variable
 
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
     from moe_serve.experts.recording import LoadRecording
 
 PHASES = ("all", "prefill", "decode", "recomputed")
-TIMEOUT_SECONDS = 30.0
-# An answer beyond this is no load.
-MAX_ANSWER_BYTES = 256 * 2**20
+LOAD_PATH = "/v1/moe/load"
 _EPILOG = """\
 A FILE is a recorded load (.json or .npz of this server, SGLang's .pt dump, or .json with "counts"),
 or recorded routes (.npz). Several are taken together, as windows of one recording; to compare two,
@@ -138,37 +135,8 @@ def _fetch(url: str, api_key: str | None) -> LoadRecording:
     """The load that a server tells. Raises `EngineError` where it does not answer."""
     from moe_serve.experts.load_files import from_json
 
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url} must begin with http:// or https://")
-    address = f"{url.rstrip('/')}/v1/moe/load"
-    request = urllib.request.Request(address)
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            body = answer.read(MAX_ANSWER_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise EngineError(f"{address} answers {error.code}: {_reason(error)}") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise EngineError(f"{address} does not answer: {reason}") from error
-    if len(body) > MAX_ANSWER_BYTES:
-        raise RecordingError(f"{address} sends more than {MAX_ANSWER_BYTES} bytes")
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{address} sends no JSON: {error}") from error
-    return from_json(values, address)
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """The message of an answer in OpenAI's error shape, else the status."""
-    try:
-        values: Any = json.loads(error.read(65536))
-        return str(values["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return str(error.reason)
+    values = ask(url, LOAD_PATH, api_key)
+    return from_json(values, url.rstrip("/") + LOAD_PATH)
 
 
 def _write_page(report: dict[str, Any], file: str) -> None:
