@@ -25,9 +25,9 @@ import numpy as np
 
 from moe_serve.errors import PlacementError, RecordingError
 from moe_serve.experts.documents import Document, read_document, write_document
+from moe_serve.experts.load_statistics import replica_counts
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.recording import Ints
-from moe_serve.experts.statistics import replica_counts
 
 # Shapes: L MoE layers, E logical experts, P slots of all ranks, X most replicas of an expert.
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_serve.experts import statistics
+from moe_serve.experts import load_statistics
 from moe_serve.experts.balance import balance
+from moe_serve.experts.load_statistics import Floats
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.recording import LoadRecording
-from moe_serve.experts.statistics import Floats
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks.
 
@@ -23,8 +23,8 @@ def expert_seconds(recording: LoadRecording, placement: Placement) -> Floats | N
     """[L, R]: expected in a mean step; None where cost or steps are not known."""
     if recording.cost is None or not recording.num_steps:
         return None
-    rows_LP = statistics.slot_loads(recording.counts_LE / recording.num_steps, placement)
-    return statistics.sum_by_rank(recording.cost.slot_seconds(rows_LP), placement)
+    rows_LP = load_statistics.slot_loads(recording.counts_LE / recording.num_steps, placement)
+    return load_statistics.sum_by_rank(recording.cost.slot_seconds(rows_LP), placement)
 
 
 def count_moves(before: Placement, after: Placement) -> int:
@@ -38,7 +38,7 @@ def count_moves(before: Placement, after: Placement) -> int:
 
 def rank_part(recording: LoadRecording, placement: Placement, source: str) -> dict[str, Any]:
     """The part "ranks" of the report; see `report`."""
-    predicted_LR = statistics.rank_loads(recording.counts_LE, placement)
+    predicted_LR = load_statistics.rank_loads(recording.counts_LE, placement)
     measured_LR = recording.rows_WLR.sum(0)
     is_measured = (
         placement is recording.placement
@@ -46,7 +46,7 @@ def rank_part(recording: LoadRecording, placement: Placement, source: str) -> di
         and bool(measured_LR.any())
     )
     load_LR = measured_LR if is_measured else predicted_LR
-    even_L = statistics.balancedness(load_LR)
+    even_L = load_statistics.balancedness(load_LR)
     return {
         "num_ranks": placement.num_ranks,
         "num_slots": placement.num_slots,
@@ -111,7 +111,8 @@ def rebalancing_part(recording: LoadRecording, placement: Placement) -> list[dic
 def _option(
     recording: LoadRecording, now: Placement, placement: Placement, name: str
 ) -> dict[str, Any]:
-    even_L = statistics.balancedness(statistics.rank_loads(recording.counts_LE, placement))
+    load_LR = load_statistics.rank_loads(recording.counts_LE, placement)
+    even_L = load_statistics.balancedness(load_LR)
     seconds_LR = expert_seconds(recording, placement)
     moves = count_moves(now, placement)
     more = max(

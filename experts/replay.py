@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moe_serve.experts.load_statistics import replica_counts
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.statistics import replica_counts
 from moe_serve.routing.traffic import Flow, Ints, flow, home_ranks, turns
 
 # Shapes: S steps, L MoE layers, N = S * L layers of steps, T tokens (of a step, where N or S stands

@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 
 from moe_serve.errors import RecordingError
-from moe_serve.experts import statistics
+from moe_serve.experts import load_statistics
+from moe_serve.experts.load_statistics import Floats
 from moe_serve.experts.placement import Placement, check_redundant
 from moe_serve.experts.rank_report import cost_part, rank_part, rebalancing_part
 from moe_serve.experts.recording import PHASES, LoadRecording
 from moe_serve.experts.report_summary import summary
 from moe_serve.experts.selection import check_same_model
-from moe_serve.experts.statistics import Floats
 
 # Shapes: W windows, C phases, L MoE layers, E logical experts.
 
@@ -133,18 +133,18 @@ def _conservation(recording: LoadRecording) -> dict[str, Any]:
     }
 
 
-def _experts(counts_LE: statistics.Load) -> dict[str, Any]:
+def _experts(counts_LE: load_statistics.Load) -> dict[str, Any]:
     num_experts = counts_LE.shape[1]
     return {
-        "entropy": _spread(statistics.entropy(counts_LE), "min"),
-        "gini": _spread(statistics.gini(counts_LE), "max"),
-        "hottest": _spread(statistics.hottest_over_mean(counts_LE), "max"),
+        "entropy": _spread(load_statistics.entropy(counts_LE), "min"),
+        "gini": _spread(load_statistics.gini(counts_LE), "max"),
+        "hottest": _spread(load_statistics.hottest_over_mean(counts_LE), "max"),
         "hot_share": {
-            str(count): _spread(statistics.hot_share(counts_LE, count), "max")
+            str(count): _spread(load_statistics.hot_share(counts_LE, count), "max")
             for count in HOT_SHARES
             if count < num_experts
         },
-        "dead": statistics.dead_experts(counts_LE),
+        "dead": load_statistics.dead_experts(counts_LE),
     }
 
 
@@ -155,11 +155,11 @@ def _spread(values_L: Floats, extreme: str) -> dict[str, Any]:
 
 
 def _hot(recording: LoadRecording, placement: Placement | None) -> list[dict[str, Any]]:
-    hot = statistics.hot_list(recording.counts_LE, HOT_EXPERTS)
+    hot = load_statistics.hot_list(recording.counts_LE, HOT_EXPERTS)
     return [expert._asdict() | {"ranks": _holders(placement, expert)} for expert in hot]
 
 
-def _holders(placement: Placement | None, hot: statistics.HotExpert) -> list[int]:
+def _holders(placement: Placement | None, hot: load_statistics.HotExpert) -> list[int]:
     if placement is None:
         return []
     ranks = enumerate(placement.layers[hot.layer].experts)
@@ -167,7 +167,7 @@ def _holders(placement: Placement | None, hot: statistics.HotExpert) -> list[int
 
 
 def _drift(baseline: LoadRecording, recording: LoadRecording) -> dict[str, Any]:
-    distance_L, moves = statistics.drift(baseline.counts_LE, recording.counts_LE, HOT_EXPERTS)
+    distance_L, moves = load_statistics.drift(baseline.counts_LE, recording.counts_LE, HOT_EXPERTS)
     return {
         "baseline": baseline.model,
         "baseline_tokens": int(baseline.tokens_WC.sum()),

@@ -414,14 +414,8 @@ def test_a_rebalance_in_parts_switches_layer_after_layer() -> None:
     assert rebalancer.placement == target and mover.switched == [[0], [1], [2], [3], [4]]
     (result,) = results
     assert (result.outcome, result.num_bytes, result.num_layers_switched) == ("done", 50, 5)
-    assert result.num_moves == sum(
-        (old != new).sum()
-        for old, new in zip(
-            Placement.make(5, NUM_EXPERTS, 2, num_redundant=2).slots_LP,
-            target.slots_LP,
-            strict=True,
-        )
-    )
+    old = Placement.make(5, NUM_EXPERTS, 2, num_redundant=2)
+    assert result.num_moves == (old.slots_LP != target.slots_LP).sum()
 
 
 @pytest.mark.parametrize("how", ["an error", "time is over"])
