@@ -65,6 +65,11 @@ class LayerLoads:
         most_L: Ints = self.loads_LR.max(axis=1)
         return most_L
 
+    def every_rank(self, num_rows: int) -> Ints:
+        """[num_rows, R]"""
+        num_ranks = len(self.num_slots)
+        return np.broadcast_to(np.arange(num_ranks), (num_rows, num_ranks))
+
     def swap(self, layers: Ints, slot_A: Ints, other_A: Ints) -> None:
         """Exchange what lies in two slots. A layer may come again, with other ranks."""
         rank_A, other_rank_A = self.rank_P[slot_A], self.rank_P[other_A]

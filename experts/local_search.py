@@ -23,6 +23,8 @@ NEVER = np.int64(1 << 62)
 PAIR_ROUNDS = 8
 NEAR_RANKS = 4
 MOST_STEPS = 400
+# Steps that weigh every change of a rank, times slots of all layers: large tasks take fewer.
+MOST_WIDE = 300_000
 # Where the fullest rank is this close to the mean, in parts of the mean, only cheap steps go on.
 CLOSE = 2000
 
@@ -49,15 +51,18 @@ def improve(state: LayerLoads, least: int) -> None:
     enough_L = -(-state.load_LE.sum(axis=1) // state.loads_LR.shape[1])
     close_L = enough_L + enough_L // CLOSE
     layers = np.arange(len(enough_L))
+    wide_steps = 1 + MOST_WIDE // state.slots_LP.size
     for _ in range(MOST_STEPS):
         layers = layers[state.most_L[layers] > enough_L[layers]]
         if not len(layers):
             break
         is_better_A = swap_near(state, layers)
         stuck = layers[~is_better_A]
-        stuck = stuck[state.most_L[stuck] > close_L[stuck]]
-        moved = stuck[change_any(state, stuck, least)] if len(stuck) else stuck
-        layers = np.sort(np.concatenate((layers[is_better_A], moved)))
+        stuck = stuck[state.most_L[stuck] > close_L[stuck]] if wide_steps else stuck[:0]
+        if len(stuck):
+            stuck = stuck[change_any(state, stuck, least)]
+            wide_steps -= 1
+        layers = np.sort(np.concatenate((layers[is_better_A], stuck)))
 
 
 def swap_pairs(state: LayerLoads) -> None:
@@ -91,17 +96,19 @@ def swap_near(state: LayerLoads, layers: Ints) -> npt.NDArray[np.bool_]:
 
 
 def change_any(state: LayerLoads, layers: Ints, least: int) -> npt.NDArray[np.bool_]:
-    """The best of all swaps and replacements of the fullest rank; says where that helped [A]."""
+    """Replace a slot of the fullest rank, or else swap it with any; says where that helped [A]."""
     most_A = state.most_L[layers]
     top_A = state.loads_LR[layers].argmax(axis=1)
-    ranks_AR = np.broadcast_to(np.arange(state.loads_LR.shape[1]), state.loads_LR[layers].shape)
-    swap = best_swap(state, layers, top_A, ranks_AR)
     replacement = best_replacement(state, layers, top_A, least)
-    is_swap_A = (swap.after_A < most_A) & (swap.after_A <= replacement.after_A)
-    is_replacement_A = (replacement.after_A < most_A) & ~is_swap_A
-    state.swap(layers[is_swap_A], *swap.rows(is_swap_A))
-    state.replace(layers[is_replacement_A], *replacement.rows(is_replacement_A))
-    return is_swap_A | is_replacement_A
+    is_better_A = replacement.after_A < most_A
+    state.replace(layers[is_better_A], *replacement.rows(is_better_A))
+    rest_A = np.flatnonzero(~is_better_A)
+    if len(rest_A):
+        swap = best_swap(state, layers[rest_A], top_A[rest_A], state.every_rank(len(rest_A)))
+        is_better = swap.after_A < most_A[rest_A]
+        state.swap(layers[rest_A[is_better]], *swap.rows(is_better))
+        is_better_A[rest_A[is_better]] = True
+    return is_better_A
 
 
 def best_swap(state: LayerLoads, layers: Ints, top_A: Ints, with_AR: Ints) -> Change:

@@ -59,8 +59,7 @@ def steps_from(
 def _step(state: LayerLoads, layers: Ints, least: int) -> Bools:
     most_A = state.most_L[layers]
     top_A = state.loads_LR[layers].argmax(axis=1)
-    ranks_AR = np.broadcast_to(np.arange(state.loads_LR.shape[1]), state.loads_LR[layers].shape)
-    swap = best_swap(state, layers, top_A, ranks_AR)
+    swap = best_swap(state, layers, top_A, state.every_rank(len(layers)))
     replacement = best_replacement(state, layers, top_A, least)
     # A swap changes two slots, so a replacement counts twice.
     gain_A = np.maximum(most_A - swap.after_A, 0)
