@@ -164,8 +164,11 @@ def test_a_server_hangs_up_on_who_sends_too_much(
     context: zmq.Context[zmq.Socket[bytes]], server: ExpertServer, asker: Asker
 ) -> None:
     greedy = Asker(context, server)
+    hung_up = greedy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     greedy.socket.send(bytes(100_000))
+    assert hung_up.poll(int(SOON * 1000))
     assert decode_header(asker.ask()[0]).error is None
+    greedy.socket.disable_monitor()
     greedy.socket.close(linger=0)
 
 
