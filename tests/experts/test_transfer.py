@@ -169,6 +169,7 @@ def test_a_server_hangs_up_on_who_sends_too_much(
     assert hung_up.poll(int(SOON * 1000))
     assert decode_header(asker.ask()[0]).error is None
     greedy.socket.disable_monitor()
+    hung_up.close()
     greedy.socket.close(linger=0)
 
 
