@@ -13,7 +13,6 @@ from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import PlacementError
 from moe_serve.experts import load_statistics
 from moe_serve.experts.balance import balance
-from moe_serve.experts.balance_goal import BalanceGoal
 from moe_serve.experts.migration import Copies, layers_of, plan_copies, replaced, split_copies
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import Ints
@@ -118,12 +117,7 @@ class Rebalancer:
     def plan(self, load_LE: Ints, max_moves: int | None = None) -> Placement:
         """The placement to go to. Raises `PlacementError` for a goal that cannot be."""
         config = self._config
-        goal = BalanceGoal(
-            num_nodes=config.num_nodes,
-            num_groups=config.num_groups,
-            max_moves=config.max_moves if max_moves is None else max_moves,
-            min_replicas=2 if config.cover_rank_loss else 1,
-        )
+        goal = config.goal(config.max_moves if max_moves is None else max_moves)
         slots = self.placement.slots_of_ranks
         return balance(load_LE, slots, current=self.placement, goal=goal)
 
