@@ -61,10 +61,10 @@ class ExpertMonitor:
         self.stats: ExpertStats | None = None
         self._read = read
         self._window_size = window_size
-        self._window: collections.deque[LoadSlice] = collections.deque()
-        # All that the window has passed.
-        self._before: LoadSlice | None = None
+        self._slices: collections.deque[LoadSlice] = collections.deque()
         self._last = read()
+        # Of the slices in the window, and of all that it has passed.
+        self._window = self._before = self._nothing()
         self._steps, self._seconds = 0, 0.0
         self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
 
@@ -96,22 +96,23 @@ class ExpertMonitor:
         self._last = counts
         self._steps, self._seconds = 0, 0.0
         self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
-        self._window.append(part)
-        while sum(each.steps for each in self._window) - self._window[0].steps >= self._window_size:
-            oldest = self._window.popleft()
-            self._before = oldest if self._before is None else add(self._before, oldest)
+        self._slices.append(part)
+        self._window = add(self._window, part)
+        while self._window.steps - self._slices[0].steps >= self._window_size:
+            oldest = self._slices.popleft()
+            self._before = add(self._before, oldest)
+            self._window = subtract(self._window, oldest)
         self.stats = self._make_stats()
         self.on_slice(part)
 
     @property
-    def window(self) -> LoadSlice | None:
-        """The newest `window_size` steps; None before any was collected."""
-        return join(list(self._window))
+    def window(self) -> LoadSlice:
+        """The newest `window_size` steps that were collected."""
+        return self._window
 
     def recording(self, placement: Placement | None) -> LoadRecording:
         """All since the start, in two windows: the newest steps, and what was before them."""
-        parts = [part for part in (self._before, self.window) if part is not None]
-        return self.to_recording(parts, placement)
+        return self.to_recording([self._before, self._window], placement)
 
     def to_recording(self, parts: list[LoadSlice], placement: Placement | None) -> LoadRecording:
         """Of slices, one a window; without any, of one window without steps."""
@@ -140,8 +141,7 @@ class ExpertMonitor:
         )
 
     def _make_stats(self) -> ExpertStats:
-        window = self.window
-        assert window is not None
+        window = self._window
         counts_LE = window.counts_LCE.sum(1)
         even_L, rows_of_ranks = np.ones(1), []
         if self.facts.has_rows:
@@ -179,14 +179,12 @@ def add(first: LoadSlice, second: LoadSlice) -> LoadSlice:
     )
 
 
-def join(parts: list[LoadSlice]) -> LoadSlice | None:
-    """All together; None of none."""
-    if not parts:
-        return None
+def subtract(whole: LoadSlice, part: LoadSlice) -> LoadSlice:
     return LoadSlice(
-        steps=sum(part.steps for part in parts),
-        seconds=sum(part.seconds for part in parts),
-        tokens_C=np.sum([part.tokens_C for part in parts], axis=0),
-        counts_LCE=np.sum([part.counts_LCE for part in parts], axis=0),
-        rows_LR=np.sum([part.rows_LR for part in parts], axis=0),
+        steps=whole.steps - part.steps,
+        # Sums of many fractions may end a little below nothing.
+        seconds=max(0.0, whole.seconds - part.seconds),
+        tokens_C=whole.tokens_C - part.tokens_C,
+        counts_LCE=whole.counts_LCE - part.counts_LCE,
+        rows_LR=whole.rows_LR - part.rows_LR,
     )

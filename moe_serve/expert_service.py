@@ -145,10 +145,7 @@ class ExpertService:
     def _recent_load(self) -> Ints:
         """[L, E]: of the newest window."""
         self.monitor.collect()
-        window = self.monitor.window
-        if window is None:
-            return self.monitor.recording(None).counts_LE
-        load_LE: Ints = window.counts_LCE.sum(1)
+        load_LE: Ints = self.monitor.window.counts_LCE.sum(1)
         return load_LE
 
     def _describe_placement(self, verify: bool) -> dict[str, Any]:

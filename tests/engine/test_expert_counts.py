@@ -122,6 +122,7 @@ def test_windows_slide_and_nothing_falls_out(folder: Path) -> None:
         monitor = llm.engine.experts.monitor
         monitor._window_size = 2 * COLLECT_STEPS
         assert monitor.recording(None).is_conserved and monitor.recording(None).num_steps == 0
+        assert monitor.stats is None
         for turn in range(5):
             llm.generate([[turn, 1, 2]], SamplingParams(max_tokens=COLLECT_STEPS, ignore_eos=True))
         recording = monitor.recording(None)
