@@ -31,6 +31,10 @@ def _ranks(info: EngineReady) -> dict[str, str]:
         return {}
     split = f"{info.data_parallel_size} x {info.tensor_parallel_size} (lanes x tensor-parallel)"
     experts = f"spread over {info.expert_parallel_size}"
+    if info.num_redundant_experts:
+        experts += f" with {info.num_redundant_experts} redundant"
+    if info.moves_experts:
+        experts += ", which may move"
     if info.expert_parallel_size == 1:
         experts = "split within a lane" if info.tensor_parallel_size > 1 else "whole in each lane"
     return {"ranks": f"{info.num_ranks} = {split}, experts {experts}"}

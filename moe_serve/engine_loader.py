@@ -230,4 +230,6 @@ def describe(
         tensor_parallel_size=layout.tensor_size,
         data_parallel_size=layout.data_size,
         expert_parallel_size=layout.expert_size,
+        num_redundant_experts=config.num_redundant_experts,
+        moves_experts=config.enable_eplb,
     )

@@ -13,6 +13,7 @@ from moe_serve.config import BUILTIN_MODEL, EngineConfig
 from moe_serve.engine import Engine
 from moe_serve.engine_loader import load_engine
 from moe_serve.errors import ConfigError, RequestError
+from moe_serve.experts.recording import LoadRecording
 from moe_serve.messages import AddRequest, RequestUpdate
 from moe_serve.model_path import resolve_model
 from moe_serve.output import OutputAssembler, SequenceOutput
@@ -102,6 +103,13 @@ class LLM:
         """
         counts: list[list[int]] = self.engine.executor.read_load().counts_LE.tolist()
         return counts
+
+    @property
+    def expert_recording(self) -> LoadRecording:
+        """All that was counted so far, by phase: what `moe-serve report` is made of."""
+        experts = self.engine.experts
+        experts.monitor.collect()
+        return experts.monitor.recording(experts.placement)
 
     def close(self) -> None:
         """Free the model and the KV pool, end the other ranks. The object is of no use then."""

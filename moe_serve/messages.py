@@ -196,6 +196,7 @@ class EngineReady:
     """What was loaded. Sent once a request would be served.
 
     `num_kv_blocks` of each lane; `kv_cache_bytes` on all ranks; `num_threads` of each rank.
+    `num_redundant_experts` in each layer; `moves_experts`: whether they may move between ranks.
     """
 
     architecture: str
@@ -213,6 +214,8 @@ class EngineReady:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     expert_parallel_size: int = 1
+    num_redundant_experts: int = 0
+    moves_experts: bool = False
 
     @property
     def num_ranks(self) -> int:

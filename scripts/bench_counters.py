@@ -77,11 +77,12 @@ def main() -> None:
     print(f"built-in model, {NUM_REQUESTS} requests, {ranks or 1} ranks, {options.turns} turns")
     print(f"  a step with counting       {statistics.median(counted) * 1e3:8.3f} ms")
     print(f"  a step without             {statistics.median(plain) * 1e3:8.3f} ms")
-    print(f"  difference, pair by pair   {statistics.median(pairs) * 100:8.2f} %"
-          f"  (quartiles {' to '.join(f'{q * 100:.2f}' for q in statistics.quantiles(pairs)[::2])})")  # fmt: skip
+    first, middle, third = (100 * share for share in statistics.quantiles(pairs))
+    print(f"  difference, pair by pair   {middle:8.2f} % (quartiles {first:.2f} to {third:.2f})")
     read = statistics.median(reads)
-    print(f"  one collection             {read * 1e3:8.3f} ms, every {COLLECT_STEPS} steps:"
-          f" {read / COLLECT_STEPS / statistics.median(counted) * 100:.2f} % of a step")  # fmt: skip
+    share = 100 * read / COLLECT_STEPS / statistics.median(counted)
+    print(f"  one collection             {read * 1e3:8.3f} ms, every {COLLECT_STEPS} steps:")
+    print(f"                             {share:8.3f} % of a step")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ from moe_serve.kernels.permute import permute
 from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.all_gather import AllGatherDispatcher
 from moe_serve.routing.all_to_all import AllToAllDispatcher
-from moe_serve.routing.auto import prefers_static
 from moe_serve.routing.dispatch import Dispatched, Dispatcher
 from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
+from moe_serve.routing.traffic import prefers_static
 
 # Shapes: T tokens of a rank, D model, K top-k, E experts, S ranks, N tokens of all ranks, R rows.
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.replay import SlotTable
-from moe_serve.routing import auto, traffic
+from moe_serve.routing import traffic
 from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack
 from moe_serve.routing.traffic import RowFormat
@@ -90,18 +90,6 @@ def test_a_packed_row_is_as_long_as_packing_makes_it(
     parts = torch.zeros(1, hidden, dtype=dtype), torch.zeros(1, top_k, dtype=torch.int16)
     assert rows.token_bytes == pack(*parts).nbytes
     assert rows.result_bytes == parts[0].nbytes
-
-
-def test_auto_chooses_as_its_dispatcher_does() -> None:
-    rows = RowFormat(hidden=1024, itemsize=2, top_k=7)
-    choices = set()
-    for capacity in (0, 1, 20, 21, 22, 32, 33, 63, 64, 65, 500):
-        for num_ranks in (2, 3, 4):
-            is_static = auto.prefers_static(capacity, num_ranks, rows.top_k, rows.result_bytes)
-            assert traffic.prefers_static(capacity, num_ranks, rows) == is_static
-            choices.add(is_static)
-    assert choices == {True, False}
-    assert traffic.STATIC_BYTES == auto.STATIC_BYTES
 
 
 def test_a_flow_counts_a_token_once_for_each_other_rank_that_needs_it() -> None:
