@@ -22,6 +22,7 @@ from moe_serve.experts.overlap import slots_in_order
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.rebalance import rebalance
 from moe_serve.experts.solve import solve
+from moe_serve.parallel.shard import split
 
 __all__ = ["BalanceGoal", "balance"]
 
@@ -83,9 +84,18 @@ def _not_worse_than_linear(task: BalanceTask, slots_LP: Ints) -> Ints:
     num_ranks, total = len(task.num_slots), sum(task.num_slots)
     if task.num_slots != slots_of_ranks(total, num_ranks):
         return slots_LP
-    num_redundant = total - task.num_experts
-    one = Placement.make(1, task.num_experts, num_ranks, "linear", num_redundant)
-    linear_LP = one.slots_LP.repeat(len(slots_LP), axis=0)
+    linear_LP = _linear(task).repeat(len(slots_LP), axis=0)
     is_linear_L = task.layer_loads(linear_LP).most_L <= task.layer_loads(slots_LP).most_L
     is_linear_L &= task.is_met(linear_LP)
     return np.where(is_linear_L[:, None], linear_LP, slots_LP)
+
+
+def _linear(task: BalanceTask) -> Ints:
+    """[1, P]: as `Placement.make` lays experts out, which takes longer."""
+    num_experts, num_ranks = task.num_experts, len(task.num_slots)
+    parts = [split(num_experts, rank, num_ranks) for rank in range(num_ranks)]
+    runs = [
+        (part.start if part.size else 0) + np.arange(count)
+        for part, count in zip(parts, task.num_slots, strict=True)
+    ]
+    return np.concatenate(runs)[None] % num_experts

@@ -20,11 +20,11 @@ from moe_serve.experts.layer_loads import LayerLoads
 Ints = npt.NDArray[np.int64]
 
 NEVER = np.int64(1 << 62)
-PAIR_ROUNDS = 8
+PAIR_ROUNDS = 4
 NEAR_RANKS = 4
 MOST_STEPS = 400
 # Steps that weigh every change of a rank, times slots of all layers: large tasks take fewer.
-MOST_WIDE = 300_000
+MOST_WIDE = 160_000
 # Where the fullest rank is this close to the mean, in parts of the mean, only cheap steps go on.
 CLOSE = 2000
 
@@ -43,13 +43,18 @@ class Change(NamedTuple):
         return self.slot_A[chosen], self.other_A[chosen]
 
 
-def improve(state: LayerLoads, least: int) -> None:
-    """Until no step helps. `least`: replicas that each expert keeps."""
+def improve(state: LayerLoads, least: int, bar_L: Ints | None = None) -> None:
+    """Until no step helps, or only cheap ones are left and would help little.
+
+    `least`: replicas that each expert keeps. Above `bar_L` a layer goes on with all steps.
+    """
     if state.loads_LR.shape[1] == 1:
         return
     swap_pairs(state)
     enough_L = -(-state.load_LE.sum(axis=1) // state.loads_LR.shape[1])
     close_L = enough_L + enough_L // CLOSE
+    if bar_L is not None:
+        close_L = np.minimum(close_L, bar_L)
     layers = np.arange(len(enough_L))
     wide_steps = 1 + MOST_WIDE // state.slots_LP.size
     for _ in range(MOST_STEPS):
@@ -137,24 +142,24 @@ def best_swap(state: LayerLoads, layers: Ints, top_A: Ints, with_AR: Ints) -> Ch
 def best_replacement(state: LayerLoads, layers: Ints, top_A: Ints, least: int) -> Change:
     """A slot whose expert has replicas to spare goes to another expert.
 
-    Either a slot of the top rank, to any other expert; or one elsewhere, to an expert of the top
-    rank, which then carries less of it.
+    One elsewhere, to an expert of the top rank, which then carries less of it; or, where none helps
+    so, one of the top rank, to any other expert.
     """
     best = Change(np.full(len(layers), NEVER), np.zeros_like(layers), np.zeros_like(layers))
     spare = _spare_slots(state, layers, top_A, least)
     is_on_top_M = state.rank_P[spare.slot_M] == top_A[spare.row_M]
-    for is_elsewhere, is_wanted_M in ((False, is_on_top_M), (True, ~is_on_top_M)):
-        some = _Spare(*(table_M[is_wanted_M] for table_M in spare))
-        if not len(some.row_M):
-            continue
-        layer_M = layers[some.row_M]
-        if is_elsewhere:
-            slot_MS = state.slots_RS[top_A[some.row_M]]
-            expert_MN = state.slots_LP[layer_M[:, None], slot_MS]
-        else:
-            expert_MN = np.arange(state.load_LE.shape[1])[None].repeat(len(layer_M), axis=0)
-        after_M, expert_M = _best_expert(state, layer_M, some, expert_MN, is_elsewhere)
-        _keep_better(best, some.row_M, Change(after_M, some.slot_M, expert_M))
+    elsewhere = spare.where(~is_on_top_M)
+    if len(elsewhere.row_M):
+        layer_M, slot_MS = layers[elsewhere.row_M], state.slots_RS[top_A[elsewhere.row_M]]
+        expert_MN = state.slots_LP[layer_M[:, None], slot_MS]
+        _keep_better(best, elsewhere.row_M, _best_expert(state, layer_M, elsewhere, expert_MN))
+    is_stuck_A = best.after_A >= state.loads_LR[layers, top_A]
+    on_top = spare.where(is_on_top_M & is_stuck_A[spare.row_M])
+    if len(on_top.row_M):
+        layer_M = layers[on_top.row_M]
+        expert_MN = np.arange(state.load_LE.shape[1])[None].repeat(len(layer_M), axis=0)
+        on_top = on_top._replace(top_M=np.zeros_like(layer_M))  # that is the rank itself
+        _keep_better(best, on_top.row_M, _best_expert(state, layer_M, on_top, expert_MN))
     return best
 
 
@@ -168,6 +173,9 @@ class _Spare(NamedTuple):
     rest_M: Ints
     top_M: Ints
     others_M: Ints
+
+    def where(self, is_wanted_M: npt.NDArray[np.bool_]) -> _Spare:
+        return _Spare(*(table_M[is_wanted_M] for table_M in self))
 
 
 def _spare_slots(state: LayerLoads, layers: Ints, top_A: Ints, least: int) -> _Spare:
@@ -201,19 +209,16 @@ def _spare_slots(state: LayerLoads, layers: Ints, top_A: Ints, least: int) -> _S
     )
 
 
-def _best_expert(
-    state: LayerLoads, layer_M: Ints, spare: _Spare, expert_MN: Ints, is_elsewhere: bool
-) -> tuple[Ints, Ints]:
-    """Of experts [M, N], which one to put in each slot: (load after, expert), [M]."""
+def _best_expert(state: LayerLoads, layer_M: Ints, spare: _Spare, expert_MN: Ints) -> Change:
+    """Which of the experts [M, N] to put in each slot."""
     rows, every = layer_M[:, None], np.arange(len(layer_M))
     share_MN = state.load_LE[rows, expert_MN] // (state.counts_LE[rows, expert_MN] + 1)
+    relief_MN = state.share_LE[rows, expert_MN] - share_MN
     after_MN = np.maximum(spare.rest_M[:, None] + share_MN, spare.others_M[:, None])
-    if is_elsewhere:
-        relief_MN = state.share_LE[rows, expert_MN] - share_MN
-        after_MN = np.maximum(after_MN, spare.top_M[:, None] - relief_MN)
+    after_MN = np.maximum(after_MN, spare.top_M[:, None] - relief_MN)
     after_MN[state.barred_LER[rows, expert_MN, state.rank_P[spare.slot_M][:, None]]] = NEVER
     best_M = after_MN.argmin(axis=1)
-    return after_MN[every, best_M], expert_MN[every, best_M]
+    return Change(after_MN[every, best_M], spare.slot_M, expert_MN[every, best_M])
 
 
 def _keep_better(best: Change, row_M: Ints, change_M: Change) -> None:

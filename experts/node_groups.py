@@ -30,7 +30,7 @@ def experts_of_nodes(load_LE: Ints, num_groups: int, num_nodes: int) -> list[Int
     size = num_experts // num_groups
     load_LG = load_LE.reshape(num_layers, num_groups, size).sum(axis=2)
     per_node = (num_groups // num_nodes,) * num_nodes
-    first_LG = pack(load_LG, np.ones_like(load_LG), per_node).slots_LP
+    first_LG = pack(load_LG, np.ones_like(load_LG), per_node)
     state = LayerLoads(load_LE=load_LG, slots_LP=first_LG.copy(), num_slots=per_node)
     improve(state, least=1)
     ways = [first_LG] if (first_LG == state.slots_LP).all() else [first_LG, state.slots_LP]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,48 +13,48 @@ Bools = npt.NDArray[np.bool_]
 FULL = np.int64(1 << 62)
 
 
-class Packed(NamedTuple):
-    """The logical expert of each slot, rank by rank [L, P]; and whether, in a layer, a replica was
-    kept off a rank that has its expert already [L].
-    """
-
-    slots_LP: Ints
-    is_bent_L: Bools
-
-
 def pack(
-    load_LE: Ints, counts_LE: Ints, num_slots: tuple[int, ...], may_repeat: bool = False
-) -> Packed:
-    """Longest processing time first: each replica, heaviest first, to the lightest rank with room.
+    load_LE: Ints,
+    counts_LE: Ints,
+    num_slots: tuple[int, ...],
+    may_repeat_L: Bools | None = None,
+) -> Ints:
+    """The logical expert of each slot, rank by rank, [L, P].
 
-    That rank must not hold its expert, unless it `may_repeat`. Equal ones: lower expert, lower rank
-    first. `counts_LE` sum to P in each layer; without repeats none exceeds the ranks. Each rank has
-    a slot at least. Example, loads 5 4 3 2 on two ranks of two slots: 0 3 | 1 2.
+    Longest processing time first: each replica, heaviest first, to the lightest rank with room.
+
+    That rank must not hold its expert, unless the layer `may_repeat_L` [L]. Equal ones: lower
+    expert, lower rank first. `counts_LE` sum to P in each layer; without repeats none exceeds the
+    ranks. Each rank has a slot at least.
+    Example, loads 5 4 3 2 on two ranks of two slots: 0 3 | 1 2.
     """
     share_LE = load_LE // counts_LE
     expert_LP = _heaviest_first(share_LE, counts_LE, sum(num_slots))
     share_LP = np.take_along_axis(share_LE, expert_LP, axis=1)
     most_P: Ints = np.take_along_axis(counts_LE, expert_LP, axis=1).max(axis=0, initial=0)
-    ranks = _Ranks(load_LE.shape, num_slots)
+    if may_repeat_L is None:
+        may_repeat_L = np.zeros(len(load_LE), dtype=np.bool_)
+    ranks = _Ranks(load_LE.shape, num_slots, ~may_repeat_L)
     rank_LP = np.empty_like(expert_LP)
     for item, most in enumerate(most_P.tolist()):
-        may_clash = most > 1 and not may_repeat
-        rank_LP[:, item] = ranks.take(expert_LP[:, item], share_LP[:, item], may_clash)
+        rank_LP[:, item] = ranks.take(expert_LP[:, item], share_LP[:, item], most > 1)
     for layer, item in np.argwhere(rank_LP < 0).tolist():
         _make_room(expert_LP[layer], share_LP[layer], rank_LP[layer], item, num_slots)
     order_LP = rank_LP.argsort(axis=1, kind="stable")
-    return Packed(np.take_along_axis(expert_LP, order_LP, axis=1), ranks.is_bent_L)
+    return np.take_along_axis(expert_LP, order_LP, axis=1)
 
 
 class _Ranks:
     """Load, room and experts of the ranks of all layers while they fill."""
 
-    def __init__(self, shape_LE: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
+    def __init__(
+        self, shape_LE: tuple[int, ...], num_slots: tuple[int, ...], is_once_L: Bools
+    ) -> None:
+        self.is_once_L = is_once_L
         self.every = np.arange(shape_LE[0])
         self.room_LR = np.tile(np.array(num_slots), (shape_LE[0], 1))
         self.load_LR = np.zeros_like(self.room_LR)  # FULL where there is no room
         self.held_LER = np.zeros((*shape_LE, len(num_slots)), dtype=np.bool_)
-        self.is_bent_L = np.zeros(shape_LE[0], dtype=np.bool_)
 
     def take(self, expert_L: Ints, share_L: Ints, may_clash: bool) -> Ints:
         """Place one replica in each layer; its rank, or -1 where no rank can take it."""
@@ -65,12 +63,12 @@ class _Ranks:
         if may_clash:
             key_LR = np.where(self.held_LER[layers, expert_L], FULL, self.load_LR)
             free_L = key_LR.argmin(axis=1)
-            self.is_bent_L |= free_L != rank_L
             rank_L = np.where(key_LR[layers, free_L] < FULL, free_L, -1)
             if rank_L.min() < 0:
                 layers = np.flatnonzero(rank_L >= 0)
         own_A = rank_L[layers]
-        self.held_LER[layers, expert_L[layers], own_A] = True
+        if may_clash:
+            self.held_LER[layers, expert_L[layers], own_A] = self.is_once_L[layers]
         room_A = self.room_LR[layers, own_A] - 1
         self.room_LR[layers, own_A] = room_A
         load_A = self.load_LR[layers, own_A] + share_L[layers]

@@ -12,10 +12,10 @@ from moe_serve.experts.local_search import improve
 from moe_serve.experts.packing import pack
 from moe_serve.experts.replication import replicate
 
-# Shapes: L MoE layers, A some of them, V tries, E logical experts, P slots rank by rank.
+# Shapes: L MoE layers, A some of them, V tries, X tries of all of them, E logical experts, P slots
+# rank by rank.
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 TRIES = 16
 MOST_TURNS = 128
@@ -27,28 +27,24 @@ CHEAP = 1 << 15
 
 
 class Solved(NamedTuple):
-    """Expert by slot [L, P]; load of the fullest rank [L] and the least it could be: the mean over
-    ranks, or the heaviest replica; and whether experts were kept off ranks that had them, or have
-    as many replicas as there are ranks [L].
+    """Expert by slot [L, P]; load of the fullest rank [L]; the least it could be: the mean over
+    ranks, or the heaviest replica [L]; and what the published algorithm would make it [L].
     """
 
     slots_LP: Ints
     most_L: Ints
     least_L: Ints
-    is_bent_L: Bools
+    bar_L: Ints
 
 
 def solve(load_LE: Ints, num_slots: tuple[int, ...], least: int) -> Ints:
     """[L, P]: every expert `least` times or more, on no rank twice. Each rank has a slot or more.
 
-    Where that a rank takes an expert once made a difference, the published algorithm, which does
-    not mind, sets a bar. Layers above it, and other uneven ones as far as that is cheap, are tried
-    again with other replicas.
+    The published algorithm, which may put an expert on a rank twice, sets a bar. Layers above it,
+    and other uneven ones as far as that is cheap, are tried again with other replicas.
     """
-    slots_LP, most_L, least_L, is_bent_L = _solve_once(load_LE, load_LE, num_slots, least)
-    bar_L = most_L.copy()
-    if least == 1 and is_bent_L.any():
-        bar_L[is_bent_L] = published_most(load_LE[is_bent_L], num_slots)
+    slots_LP, most_L, least_L, bar_L = _solve_first(load_LE, num_slots, least)
+    _go_on(load_LE, num_slots, least, slots_LP, most_L, bar_L)
     even_L = least_L + least_L // EVEN
     for turn in range(MOST_TURNS):
         if turn == EVEN_TURNS or (turn + 1) * TRIES * slots_LP.size > CHEAP:
@@ -56,49 +52,71 @@ def solve(load_LE: Ints, num_slots: tuple[int, ...], least: int) -> Ints:
         layers = np.flatnonzero(most_L > np.minimum(bar_L, even_L))
         if not len(layers):
             break
-        again_LP, again_L = _try_others(load_LE[layers], num_slots, least, turn)
+        again_LP, again_L = _try_others(load_LE[layers], num_slots, least, turn, bar_L[layers])
         is_better_A = again_L < most_L[layers]
         slots_LP[layers[is_better_A]] = again_LP[is_better_A]
         most_L[layers[is_better_A]] = again_L[is_better_A]
     return slots_LP
 
 
-def published_most(load_LE: Ints, num_slots: tuple[int, ...]) -> Ints:
-    """[L]: the fullest rank's load by DeepSeek's published algorithm, repeats and all."""
-    counts_LE = replicate(load_LE, sum(num_slots), most=sum(num_slots))
-    packed = pack(load_LE, counts_LE, num_slots, may_repeat=True)
-    share_LP = np.take_along_axis(load_LE // counts_LE, packed.slots_LP, axis=1)
-    starts = np.cumsum((0, *num_slots[:-1]))
-    most_L: Ints = np.add.reduceat(share_LP, starts, axis=1).max(axis=1)
-    return most_L
-
-
-def _solve_once(load_LE: Ints, guide_LE: Ints, num_slots: tuple[int, ...], least: int) -> Solved:
-    """Replicas and first places by the loads `guide_LE`, the rest by `load_LE`."""
-    num_ranks = len(num_slots)
-    counts_LE = replicate(guide_LE, sum(num_slots), most=num_ranks, least=least)
-    packed = pack(guide_LE, counts_LE, num_slots)
-    state = LayerLoads(load_LE=load_LE, slots_LP=packed.slots_LP, num_slots=num_slots)
+def _solve_first(load_LE: Ints, num_slots: tuple[int, ...], least: int) -> Solved:
+    """Packs by the published rules, which allow a rank the same expert again, at the same time."""
+    num_layers, num_ranks, total = len(load_LE), len(num_slots), sum(num_slots)
+    counts_LE = replicate(load_LE, total, most=num_ranks, least=least)
+    free_LE = replicate(load_LE, total, most=total)
+    packed_LP = pack(
+        np.concatenate((load_LE, load_LE)),
+        np.concatenate((counts_LE, free_LE)),
+        num_slots,
+        np.repeat((False, True), num_layers),
+    )
+    slots_LP, free_LP = packed_LP[:num_layers], packed_LP[num_layers:]
+    state = LayerLoads(load_LE=load_LE, slots_LP=slots_LP, num_slots=num_slots)
     improve(state, least)
+    share_LP = np.take_along_axis(load_LE // free_LE, free_LP, axis=1)
+    # A share is rounded down by up to one, so rounding alone may make that much of a difference.
+    bar_L = np.add.reduceat(share_LP, state.slots_RS[:, 0], axis=1).max(axis=1) + total
     least_L = np.maximum((load_LE // counts_LE).max(axis=1), load_LE.sum(axis=1) // num_ranks)
-    is_bent_L = packed.is_bent_L | (counts_LE == num_ranks).any(axis=1)
-    return Solved(state.slots_LP, state.most_L, least_L, is_bent_L)
+    return Solved(state.slots_LP, state.most_L, least_L, bar_L if least == 1 else state.most_L)
+
+
+def _go_on(
+    load_LE: Ints,
+    num_slots: tuple[int, ...],
+    least: int,
+    slots_LP: Ints,
+    most_L: Ints,
+    bar_L: Ints,
+) -> None:
+    """Layers above the bar take the steps that they were spared; `slots_LP`, `most_L` change."""
+    layers = np.flatnonzero(most_L > bar_L)
+    if len(layers):
+        state = LayerLoads(load_LE=load_LE[layers], slots_LP=slots_LP[layers], num_slots=num_slots)
+        improve(state, least, bar_L[layers])
+        slots_LP[layers], most_L[layers] = state.slots_LP, state.most_L
 
 
 def _try_others(
-    load_LE: Ints, num_slots: tuple[int, ...], least: int, turn: int
+    load_LE: Ints, num_slots: tuple[int, ...], least: int, turn: int, bar_A: Ints
 ) -> tuple[Ints, Ints]:
-    """The best of some tries with loads distorted: (expert by slot [A, P], fullest rank [A])."""
+    """The best of some tries: (expert by slot [A, P], load of the fullest rank [A]).
+
+    Replicas and first places are by distorted loads, the rest by the true ones.
+    """
     num_layers, num_experts = load_LE.shape
-    factor_VE = _distortions(num_experts, turn)
-    guide_AVE = (load_LE >> 10)[:, None] * factor_VE
-    solved = _solve_once(
-        load_LE.repeat(TRIES, axis=0), guide_AVE.reshape(-1, num_experts), num_slots, least
+    guide_AVE = (load_LE >> 10)[:, None] * _distortions(num_experts, turn)
+    guide_XE = guide_AVE.reshape(-1, num_experts)
+    counts_XE = replicate(guide_XE, sum(num_slots), most=len(num_slots), least=least)
+    state = LayerLoads(
+        load_LE=load_LE.repeat(TRIES, axis=0),
+        slots_LP=pack(guide_XE, counts_XE, num_slots),
+        num_slots=num_slots,
     )
-    most_AV = solved.most_L.reshape(num_layers, TRIES)
+    improve(state, least, bar_A.repeat(TRIES))
+    most_AV = state.most_L.reshape(num_layers, TRIES)
     best_A = most_AV.argmin(axis=1)
     every = np.arange(num_layers)
-    slots_AVP = solved.slots_LP.reshape(num_layers, TRIES, -1)
+    slots_AVP = state.slots_LP.reshape(num_layers, TRIES, -1)
     return slots_AVP[every, best_A], most_AV[every, best_A]
 
 
