@@ -69,12 +69,17 @@ class ExpertRecorder:
     def dump(self, style: str, placement: Placement | None) -> dict[str, Any]:
         """Write what there is, and go on with nothing; tells the path.
 
-        Raises `RecordingError` where it cannot be written: then nothing of it is lost.
+        The folder is made where it is missing. Raises `RecordingError` where the file cannot be
+        written: then nothing of it is lost.
         """
         self._check_any()
         is_recording = self.is_recording
         name = f"experts-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.{style}"
         path = self._folder / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordingError(f"{path} cannot be written: {error.strerror or error}") from error
         if self._routes is not None:
             told = self._dump_routes(self._routes, path, style)
             self._routes = _started_routes() if is_recording else RouteRecorder()

@@ -88,11 +88,19 @@ class ExpertService:
         rebalancer.advance()
         if interval and self._steps_since_rebalance >= interval and not rebalancer.is_busy:
             self._steps_since_rebalance = 0
-            load_LE = self._recent_load()
-            target = rebalancer.plan(load_LE)
-            rebalancer.start(target, load_LE, min_gain=self._config.min_gain)
+            self._rebalance_by_itself(rebalancer)
         if not self._config.use_async:
             rebalancer.wait()
+
+    def _rebalance_by_itself(self, rebalancer: Rebalancer) -> None:
+        load_LE = self._recent_load()
+        try:
+            target = rebalancer.plan(load_LE)
+        except PlacementError as error:
+            # From where a file or a client has put the experts, max_moves may not reach the goal.
+            logger.warning("experts stay where they are: %s", error)
+            return
+        rebalancer.start(target, load_LE, min_gain=self._config.min_gain)
 
     def after_step(self, plan: StepPlan, results: Sequence[ChunkResult], seconds: float) -> None:
         """To be called before the scheduler applies the results."""
