@@ -76,6 +76,8 @@ async def rebalance(request: Request) -> Response:
 @router.post("/start_expert_distribution_record", include_in_schema=False)
 async def start_record(request: Request) -> Response:
     body = await _read(request, RecordRequest)
+    if body.mode == "routes" and "window" in body.model_fields_set:
+        raise RequestError("window has no effect with mode routes; drop it", param="window")
     answer = await _call(
         request,
         lambda call_id: RecordCall(

@@ -20,7 +20,7 @@ class RebalanceRequest(RequestModel):
 
 
 class RecordRequest(RequestModel):
-    """`window`: steps of each window of counts."""
+    """`window`, for counts: steps of each."""
 
     mode: Literal["counts", "routes"] = "counts"
     window: Annotated[Int64, Field(ge=1)] = 100

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from moe_serve.messages import ExpertStats
 
 HISTOGRAMS = [
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -62,3 +65,67 @@ def test_every_end_is_counted_by_its_reason(serve: Any) -> None:
     reasons = {n.split("/")[1]: v for n, v in found.items() if "request_success_total/" in n}
     assert reasons == {"stop": 2, "length": 1, "abort": 1}
     assert found["moe_serve:e2e_request_latency_seconds_count"] == 3
+
+
+def expert_samples(server: Any) -> dict[str, float]:
+    """'name{label=value}' -> value, of the samples that are about experts and ranks."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+            name = sample.name.partition(":")[2]
+            if name.startswith(("ep_", "eplb_", "expert_")):
+                inner = ",".join(f"{label}={value}" for label, value in labels.items())
+                found[f"{name}{{{inner}}}" if inner else name] = sample.value
+    return found
+
+
+STATS = ExpertStats(
+    balancedness_mean=0.75,
+    balancedness_min=0.5,
+    entropy=0.875,
+    hot_shares={1: 0.25, 4: 0.75, 8: 1.0},
+    rows_of_ranks=[17, 2**40],
+    is_rebalancing=True,
+    rebalances={"done": 3, "failed": 1},
+    rebalance_seconds=1.5,
+)
+
+
+@pytest.mark.parametrize("prefix", ["moe_serve", "vllm"])
+def test_experts_have_few_metrics_under_known_names(serve: Any, prefix: str) -> None:
+    server = serve(metrics_prefix=prefix)
+    # Before the first collection of counts there is nothing to tell of.
+    assert expert_samples(server) == {"ep_rank_up{rank=0}": 1}
+    server.engine.info = dataclasses.replace(
+        server.engine.info, tensor_parallel_size=2, expert_parallel_size=2
+    )
+    server.engine.experts = STATS
+    assert expert_samples(server) == {
+        "ep_rank_up{rank=0}": 1,
+        "ep_rank_up{rank=1}": 1,
+        "eplb_balancedness{stat=mean}": 0.75,
+        "eplb_balancedness{stat=min}": 0.5,
+        "expert_entropy": 0.875,
+        "expert_hot_share{k=1}": 0.25,
+        "expert_hot_share{k=4}": 0.75,
+        "expert_hot_share{k=8}": 1,
+        "eplb_tokens_per_rank_total{rank=0}": 17,
+        "eplb_tokens_per_rank_total{rank=1}": 2**40,
+        "eplb_rebalancing": 1,
+        "eplb_rebalance_events_total{outcome=done}": 3,
+        "eplb_rebalance_events_total{outcome=failed}": 1,
+        "eplb_rebalance_seconds": 1.5,
+    }
+    text = server.http.get("/metrics").text
+    assert f"# TYPE {prefix}:eplb_tokens_per_rank_total counter" in text
+    assert f"# TYPE {prefix}:eplb_balancedness gauge" in text
+
+
+def test_ranks_are_down_when_the_engine_is(serve: Any) -> None:
+    server = serve()
+    server.engine.status, server.engine.failure = "dead", "killed"
+    assert expert_samples(server)["ep_rank_up{rank=0}"] == 0
+    server.engine.status, server.engine.info = "starting", None
+    assert expert_samples(server) == {}
