@@ -24,7 +24,7 @@ PAIR_ROUNDS = 4
 NEAR_RANKS = 4
 MOST_STEPS = 400
 # Steps that weigh every change of a rank, times slots of all layers: large tasks take fewer.
-MOST_WIDE = 160_000
+MOST_WIDE = 140_000
 # Where the fullest rank is this close to the mean, in parts of the mean, only cheap steps go on.
 CLOSE = 2000
 

@@ -23,12 +23,12 @@ MOST_TURNS = 128
 # a few times, where all layers' tries take no more slots than CHEAP.
 EVEN = 1000
 EVEN_TURNS = 4
-CHEAP = 1 << 15
+CHEAP = 10_000
 
 
 class Solved(NamedTuple):
-    """Expert by slot [L, P]; load of the fullest rank [L]; the least it could be: the mean over
-    ranks, or the heaviest replica [L]; and what the published algorithm would make it [L].
+    """Expert by slot [L, P]; load of the fullest rank [L]; a bound below it: the mean over ranks,
+    or what the heaviest replica makes of its rank [L]; and what the published algorithm makes it.
     """
 
     slots_LP: Ints
@@ -77,6 +77,10 @@ def _solve_first(load_LE: Ints, num_slots: tuple[int, ...], least: int) -> Solve
     # A share is rounded down by up to one, so rounding alone may make that much of a difference.
     bar_L = np.add.reduceat(share_LP, state.slots_RS[:, 0], axis=1).max(axis=1) + total
     least_L = np.maximum((load_LE // counts_LE).max(axis=1), load_LE.sum(axis=1) // num_ranks)
+    if total == load_LE.shape[1]:  # then the heaviest has company that nothing makes lighter
+        sorted_LE = np.sort(load_LE, axis=1)
+        with_heaviest_L = sorted_LE[:, : min(num_slots) - 1].sum(axis=1) + sorted_LE[:, -1]
+        least_L = np.maximum(least_L, with_heaviest_L)
     return Solved(state.slots_LP, state.most_L, least_L, bar_L if least == 1 else state.most_L)
 
 

@@ -130,7 +130,8 @@ def count_repeats(slots_LP: Slots, num_ranks: int) -> int:
 def most_even(case: Case, load_LE: Loads) -> Floats:
     """[L]: no placement is more even, for one replica weighs that much at the least.
 
-    A bound, not always reached: a rank has other slots to fill as well.
+    A bound, not always reached: a rank has other slots to fill as well, which is counted only where
+    no expert has replicas.
     """
     mean_L = load_LE.sum(axis=1) / case.num_ranks
     counts_LE = np.ones(load_LE.shape)
@@ -138,5 +139,8 @@ def most_even(case: Case, load_LE: Loads) -> Floats:
         share_LE = np.where(counts_LE < case.num_ranks, load_LE / counts_LE, -1)
         counts_LE[np.arange(len(load_LE)), share_LE.argmax(axis=1)] += 1
     heaviest_L = (load_LE / counts_LE).max(axis=1)
+    if case.num_redundant == 0:
+        others = case.num_slots // case.num_ranks - 1
+        heaviest_L = heaviest_L + np.sort(load_LE, axis=1)[:, :others].sum(axis=1)
     least_L = np.maximum(np.maximum(mean_L, heaviest_L), np.finfo(np.float64).tiny)
     return np.where(mean_L > 0, mean_L / least_L, 1.0)
