@@ -1,14 +1,18 @@
 """The `moe-serve` command: picks the command, turns our errors into one line and an exit code.
 
-0 done, 1 the engine failed, 2 what was asked for cannot be done, 130 interrupted.
+0 done, 1 the engine failed or nobody reads the output any more, 2 what was asked for cannot be
+done, 130 interrupted.
 Each command imports what it needs when it runs, so `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from moe_serve import __version__
 from moe_serve.errors import ConfigError, EngineError, MoeServeError
@@ -29,12 +33,37 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        # Here, not at exit, where the interpreter would complain of a reader that went away.
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if _has_reader(sys.stdout):
+            raise
+        _drop_output()
+        return 1
     except KeyboardInterrupt:
         return 130
     except MoeServeError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, EngineError) else 2
+
+
+def _has_reader(file: TextIO) -> bool:
+    """Whether anybody may still read what is written; True for what is no pipe."""
+    poll = select.poll()
+    try:
+        poll.register(file.fileno(), 0)
+    except OSError:
+        return True
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """What is left to be written goes nowhere, instead of failing again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _run(argv: list[str]) -> int:
