@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from moe_serve.experts import load_statistics
 from moe_serve.experts.balance import balance
 from moe_serve.experts.load_statistics import Floats
@@ -42,8 +44,8 @@ def rank_part(recording: LoadRecording, placement: Placement, source: str) -> di
     measured_LR = recording.rows_WLR.sum(0)
     is_measured = (
         placement is recording.placement
-        and measured_LR.shape == predicted_LR.shape
         and bool(measured_LR.any())
+        and may_be_rows_of(recording, placement)
     )
     load_LR = measured_LR if is_measured else predicted_LR
     even_L = load_statistics.balancedness(load_LR)
@@ -58,6 +60,23 @@ def rank_part(recording: LoadRecording, placement: Placement, source: str) -> di
         "balancedness": balancedness_part(even_L),
         "busiest": _busiest(load_LR),
     }
+
+
+def may_be_rows_of(recording: LoadRecording, placement: Placement) -> bool:
+    """Whether ranks that hold these experts can have computed the measured rows.
+
+    A rank computes all rows of experts that no other holds, and none of those it does not hold.
+    Where experts moved meanwhile that fails; always so, if no expert has replicas and load moved.
+    """
+    counts_LE, rows_LR = recording.counts_LE, recording.rows_WLR.sum(0)
+    if rows_LR.shape[1] != placement.num_ranks:
+        return False
+    own_LE = np.where(load_statistics.replica_counts(placement) == 1, counts_LE, 0)
+    least_LR, most_LR = (
+        load_statistics.sum_by_rank(np.take_along_axis(of_LE, placement.slots_LP, 1), placement)
+        for of_LE in (own_LE, counts_LE)
+    )
+    return bool(((least_LR <= rows_LR) & (rows_LR <= most_LR)).all())
 
 
 def balancedness_part(even_L: Floats) -> dict[str, Any]:

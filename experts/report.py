@@ -11,7 +11,8 @@
     hot           the hottest: layer, expert, load, x_mean (of its layer), ranks that hold it
     ranks         null without placement, else num_ranks, num_slots, num_redundant,
                   slots_of_ranks, placement ("recorded", or "linear, assumed"), source of the load
-                  ("measured": rows that ranks computed; "predicted": by the placement),
+                  ("measured": rows that ranks computed; "predicted": by the placement, where they
+                  are not known or experts moved meanwhile),
                   load [layers][ranks], balancedness (mean, min, worst_layer, layers), busiest
                   (rank with most load of all layers; x_mean: load of the busiest rank of each
                   layer over that of the mean one, layers added up)
@@ -19,8 +20,9 @@
                   placement spreads it: expert_ms of the slowest ranks; lost_ms of it to imbalance
                   (slowest - mean over ranks), also as a share of expert_ms and of the measured
                   step_ms, and by layer
-    rebalancing   placements by name ("now" first): balancedness, expert_ms, moves (experts that a
-                  rank has to be sent), moved_bytes, more_bytes_of_rank
+    rebalancing   placements by name ("now" first), where replicas share evenly: balancedness,
+                  expert_ms, moves (experts that a rank has to be sent), moved_bytes,
+                  more_bytes_of_rank
     drift         null without baseline, else distance of shares (0 to 1) mean, max and by layer,
                   and the experts whose share moved most
     notes         what was assumed, and what is not known
@@ -40,7 +42,7 @@ from moe_serve.experts.load_statistics import Floats
 from moe_serve.experts.placement import Placement, check_redundant
 from moe_serve.experts.rank_report import cost_part, rank_part, rebalancing_part
 from moe_serve.experts.recording import PHASES, LoadRecording
-from moe_serve.experts.report_summary import summary
+from moe_serve.experts.report_summary import shares_evenly, summary
 from moe_serve.experts.selection import check_same_model
 
 # Shapes: W windows, C phases, L MoE layers, E logical experts.
@@ -84,8 +86,9 @@ def build_report(
         "cost": cost_part(recording, placement) if placement is not None else None,
         "rebalancing": rebalancing_part(recording, placement) if placement is not None else [],
         "drift": None if baseline is None else _drift(baseline, recording),
-        "notes": notes + _notes(recording, baseline, placement),
+        "notes": notes,
     }
+    notes += _notes(recording, baseline, placement) + _rank_notes(report, recording, placement)
     report["summary"] = summary(report)
     return report
 
@@ -174,6 +177,31 @@ def _drift(baseline: LoadRecording, recording: LoadRecording) -> dict[str, Any]:
         **_spread(distance_L, "max"),
         "moves": [move._asdict() for move in moves],
     }
+
+
+def _rank_notes(
+    report: dict[str, Any], recording: LoadRecording, placement: Placement | None
+) -> list[str]:
+    """What sets apart the rows of ranks from what placements would make of the load."""
+    notes = []
+    is_own = placement is not None and placement is recording.placement
+    if is_own and recording.rows_WLR.any() and report["ranks"]["source"] == "predicted":
+        notes.append(
+            "Experts moved while this was recorded: load of ranks is not what they computed, but "
+            "what it would be with all experts where they lay at the end."
+        )
+    if report["rebalancing"]:
+        notes.append(
+            "What rebalancing would give is judged by the very load that it is made for; the load "
+            "to come will differ, and be less even."
+        )
+    if not shares_evenly(report):
+        notes.append(
+            "Replicas did not share their load evenly, as in small steps they cannot. Times, and "
+            "what rebalancing would give, suppose that they do: with that, balancedness would be "
+            f"{report['rebalancing'][0]['balancedness_mean']:.2f} now."
+        )
+    return notes
 
 
 def _notes(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Differences of balancedness that are worth a word.
+_TELLING = 0.005
+
 
 def summary(report: dict[str, Any]) -> list[str]:
     """Of a document as in `report`; the most telling sentence first."""
@@ -26,7 +29,7 @@ def _ranks(report: dict[str, Any]) -> str:
     )
     if cost is None:
         return f"{text}."
-    text += f"; that costs about {_ms(cost['lost_ms'])} of "
+    text += f"; waiting for the slowest rank costs about {_ms(cost['lost_ms'])} of "
     if cost["step_ms"] is None:
         return f"{text}{_ms(cost['expert_ms'])} of expert time a step."
     return f"{text}each {_ms(cost['step_ms'])} step."
@@ -37,16 +40,31 @@ def _rebalancing(report: dict[str, Any]) -> str:
         return ""
     now, balanced = report["rebalancing"][:2]
     before, after = now["balancedness_mean"], balanced["balancedness_mean"]
-    if after - before < 0.005:
-        return "Rebalancing with the slots there are would gain nothing to speak of."
+    is_even = shares_evenly(report)
+    if after - before < _TELLING:
+        nothing = "Rebalancing with the slots there are would gain nothing to speak of"
+        why = "that replicas do not share their load evenly would not change"
+        return f"{nothing}." if is_even else f"{nothing}: {why}."
+    condition = "" if is_even else " and replicas that share evenly"
     text = (
-        f"Rebalancing with the slots there are would raise balancedness from {before:.2f} to "
-        f"{after:.2f}, with {balanced['moves']:,} moves"
+        f"Rebalancing with the slots there are{condition} would raise balancedness from "
+        f"{before:.2f} to {after:.2f}, with {balanced['moves']:,} moves"
     )
     if now["expert_ms"] is None:
         return f"{text}."
     saved_ms = now["expert_ms"] - balanced["expert_ms"]
-    return f"{text}, and save about {_ms(saved_ms)} a step." if saved_ms > 0 else f"{text}."
+    if saved_ms > 0:
+        return f"{text}, and save about {_ms(saved_ms)} a step."
+    return f"{text}, but save no time: the weights that ranks read count for more than their rows."
+
+
+def shares_evenly(report: dict[str, Any]) -> bool:
+    """Whether measured rows are about as even as they would be if replicas shared theirs evenly."""
+    ranks, options = report["ranks"], report["rebalancing"]
+    if not options or ranks["source"] != "measured":
+        return True
+    difference: float = ranks["balancedness"]["mean"] - options[0]["balancedness_mean"]
+    return abs(difference) < _TELLING
 
 
 def _experts(report: dict[str, Any]) -> str:

@@ -81,18 +81,74 @@ def test_moves_are_experts_that_a_rank_lacks() -> None:
     assert count_moves(before, swapped_across) == 2
 
 
+# Experts 0 1 2 | 2 3 0.
+REDUNDANT = Placement.make(2, 4, 2, num_redundant=2)
+
+
 def test_measured_rows_go_before_predicted_ones() -> None:
     rows_WLR = np.array([[[48, 32], [21, 59]]])
-    report = build_report(two_ranks(rows_WLR=rows_WLR))
+    measured = two_ranks(rows_WLR=rows_WLR, placement=REDUNDANT)
+    report = build_report(measured)
     assert (report["ranks"]["source"], report["ranks"]["load"]) == (
         "measured",
         rows_WLR[0].tolist(),
     )
     assert report["ranks"]["balancedness"]["layers"] == pytest.approx([40 / 48, 40 / 59])
     # On other ranks than those that were measured.
-    report = build_report(two_ranks(rows_WLR=rows_WLR), num_ranks=2, num_redundant=2)
-    assert (report["ranks"]["source"], report["ranks"]["num_slots"]) == ("predicted", 6)
+    report = build_report(measured, num_ranks=2, num_redundant=4)
+    assert (report["ranks"]["source"], report["ranks"]["num_slots"]) == ("predicted", 8)
     assert report["ranks"]["placement"] == "linear, assumed"
+
+
+def test_rows_that_ranks_computed_with_other_experts_are_not_shown_as_the_placements() -> None:
+    """Half of the load came before the experts 1 and 2 changed places."""
+    rows_WLR = np.array([[[45, 35], [30, 50]]])
+    report = build_report(two_ranks(rows_WLR=rows_WLR))
+    assert (report["ranks"]["source"], report["ranks"]["load"]) == (
+        "predicted",
+        [[50, 30], [20, 60]],
+    )
+    assert "Experts moved while this was recorded" in " ".join(report["notes"])
+    # Rank 0 is the only one with expert 1, and does not hold expert 3.
+    for wrong in ([[19, 61], [21, 59]], [[61, 19], [21, 59]]):
+        report = build_report(two_ranks(rows_WLR=np.array([wrong]), placement=REDUNDANT))
+        assert report["ranks"]["source"] == "predicted"
+    assert "Experts moved" not in " ".join(build_report(two_ranks())["notes"])
+
+
+def test_replicas_that_shared_unevenly_are_told_apart_from_what_rebalancing_supposes() -> None:
+    shared = two_ranks(rows_WLR=np.array([[[60, 20], [60, 20]]]), placement=REDUNDANT)
+    report = build_report(shared)
+    now = report["rebalancing"][0]["balancedness_mean"]
+    assert report["ranks"]["balancedness"]["mean"] == pytest.approx(2 / 3) and now > 0.9
+    assert f"balancedness would be {now:.2f} now" in " ".join(report["notes"])
+    assert "nothing to speak of: that replicas do not share" in report["summary"][1]
+    slots_LP = np.array([[0, 1, 2, 0, 3, 1], [0, 1, 2, 0, 3, 1]])
+    better = dataclasses.replace(shared, placement=Placement.of_slots(slots_LP, (3, 3)))
+    assert "and replicas that share evenly would raise" in build_report(better)["summary"][1]
+    even = build_report(two_ranks(placement=REDUNDANT))
+    assert "share" not in even["summary"][1] + " ".join(even["notes"])
+
+
+def test_rebalancing_that_costs_time_is_not_sold_as_a_gain() -> None:
+    """Rows 1300 | 500 become 900 | 900, but experts read in a step 2 | 2 become 1 | 3."""
+    cost = StepCost(read_seconds=1.0, row_seconds=1e-9, source="measured")
+    report = build_report(
+        make_recording(
+            [[900, 400, 300, 200, 0, 0]], placement=Placement.of_slots(
+                np.array([[0, 1, 4, 2, 3, 5]]), (3, 3)
+            ), steps_W=np.array([10]), cost=cost,
+        )
+    )  # fmt: skip
+    now, balanced = report["rebalancing"][:2]
+    assert now["balancedness_mean"] < balanced["balancedness_mean"]
+    assert now["expert_ms"] < balanced["expert_ms"]
+    # With all rows even there would still be a rank to wait for.
+    assert "; waiting for the slowest rank costs about " in report["summary"][0]
+    assert report["summary"][1].endswith(
+        "but save no time: the weights that ranks read count for more than their rows."
+    )
+    assert "judged by the very load that it is made for" in report["notes"][-1]
 
 
 def test_without_placement_there_are_no_ranks_unless_they_are_assumed() -> None:
