@@ -19,7 +19,7 @@ from moe_serve.api.encoding import json_response
 from moe_serve.api.schemas.common import RequestModel
 from moe_serve.api.schemas.moe import DumpRequest, RebalanceRequest, RecordRequest
 from moe_serve.api.ticket import Ticket
-from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.errors import DrainingError, MoeServeError, RequestError
 from moe_serve.messages import EngineCall, LoadCall, PlacementCall, RebalanceCall, RecordCall
 
 router = APIRouter()
@@ -115,7 +115,13 @@ async def dump_record_as_sglang(request: Request) -> Response:
 async def _call(request: Request, make: Callable[[int], EngineCall]) -> dict[str, Any]:
     state = Ticket.of(request).state
     state.check_serving()
-    return await state.engine.call(make(next(_call_ids)))
+    try:
+        return await state.engine.call(make(next(_call_ids)))
+    except asyncio.CancelledError:
+        # Requests have been drained, and uvicorn does not wait for the rest.
+        if state.is_draining:
+            raise DrainingError("the server shut down before the answer came") from None
+        raise
 
 
 async def _load(request: Request) -> dict[str, Any]:

@@ -322,6 +322,22 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(serve: Any) -
     assert server.http.get("/v1/moe/load").status_code == 200
 
 
+def test_who_still_waits_when_the_server_ends_is_told(serve: Any) -> None:
+    server = serve()
+    wait_in_calls(server.engine, threading.Event())
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(server.http.post("/v1/moe/rebalance", timeout=20))
+    )
+    thread.start()
+    server.wait_until(lambda: len(server.engine.calls) == 1)
+    server.state.start_draining()
+    server._uvicorn.should_exit = True
+    thread.join(10)
+    (response,) = found
+    assert server.error_of(response, 503)["code"] == "shutting_down"
+
+
 def test_requests_go_on_beside_a_call_that_waits(serve: Any) -> None:
     server = serve()
     engine, release = server.engine, threading.Event()
