@@ -4,7 +4,9 @@ Replicas go to the experts that carry most (experts/replication.py), the heavies
 lightest rank (experts/packing.py), and small changes follow until none helps
 (experts/local_search.py). The first two are what DeepSeek published as EPLB
 (github.com/deepseek-ai/EPLB), except that no rank gets an expert twice; the third makes up for what
-a greedy choice misses. The same input gives the same placement on every machine.
+a greedy choice misses. What that algorithm reaches is a bar that uneven layers are tried again for
+(experts/solve.py). It can stay out of reach, as a handful of experts on a few ranks may lie more
+evenly if one of them lies on a rank twice. The same input gives the same placement on every machine.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ def pack(
     """The logical expert of each slot, rank by rank, [L, P].
 
     Longest processing time first: each replica, heaviest first, to the lightest rank with room.
-
     That rank must not hold its expert, unless the layer `may_repeat_L` [L]. Equal ones: lower
     expert, lower rank first. `counts_LE` sum to P in each layer; without repeats none exceeds the
     ranks. Each rank has a slot at least.

@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moe_serve.experts.balance import balance
 from moe_serve.experts.layer_loads import LayerLoads
 from moe_serve.experts.local_search import best_replacement, best_swap, improve
 from moe_serve.experts.move_budget import Option, choose
 from moe_serve.experts.packing import pack
+from moe_serve.experts.rank_load import rank_loads
 from moe_serve.experts.replication import replicate
 
 # Shapes: L layers, E experts, R ranks, P slots rank by rank.
@@ -148,3 +150,27 @@ def test_a_budget_is_spent_where_it_gains_most() -> None:
     for max_moves, moves in wanted.items():
         chosen = choose(layers, max_moves)
         assert tuple(option.moves for option in chosen[:2]) == moves
+
+
+def least_most(load_E: list[int], num_ranks: int, num_slots: int) -> float:
+    """Load of the fullest rank in the most even of all placements without repeats."""
+    sets = itertools.combinations(range(len(load_E)), num_slots)
+    best = float(sum(load_E))
+    for ranks in itertools.combinations_with_replacement(list(sets), num_ranks):
+        counts = [sum(expert in own for own in ranks) for expert in range(len(load_E))]
+        if min(counts) > 0:
+            best = min(best, max(sum(load_E[e] / counts[e] for e in own) for own in ranks))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_slots"), [(8, 2, 5), (6, 3, 3), (5, 4, 2), (4, 4, 2)]
+)
+def test_of_few_experts_no_placement_is_more_even(
+    num_experts: int, num_ranks: int, num_slots: int
+) -> None:
+    load_LE = (np.random.default_rng(7).random((6, num_experts)) ** 3 * 1e6).astype(np.int64)
+    placement = balance(load_LE, (num_slots,) * num_ranks)
+    most_L = rank_loads(load_LE, placement).max(axis=1)
+    for load_E, most in zip(load_LE.tolist(), most_L.tolist(), strict=True):
+        assert most == pytest.approx(least_most(load_E, num_ranks, num_slots), rel=1e-9)
