@@ -6,7 +6,7 @@ lightest rank (experts/packing.py), and small changes follow until none helps
 (github.com/deepseek-ai/EPLB), except that no rank gets an expert twice; the third makes up for what
 a greedy choice misses. What that algorithm reaches is a bar that uneven layers are tried again for
 (experts/solve.py). It can stay out of reach, as a handful of experts on a few ranks may lie more
-evenly if one of them lies on a rank twice. The same input gives the same placement on every machine.
+evenly if one of them is on a rank twice. The same input gives the same placement on every machine.
 """
 
 from __future__ import annotations
