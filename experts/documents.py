@@ -16,7 +16,8 @@ import yaml
 from moe_serve.errors import RecordingError
 
 SUFFIXES = (".json", ".npz", ".pt", ".yaml", ".yml")
-# A small archive can claim to hold petabytes.
+# A small file can claim to hold petabytes: an archive that unpacks, a tensor that repeats its
+# numbers, YAML that names a list again and again.
 MAX_BYTES = 4 * 2**30
 # Whole numbers up to here are exact as floats too, and sums of them fit in 64 bits.
 MAX_WHOLE = 2**53
@@ -147,6 +148,7 @@ def read_document(path: str | Path) -> Document:
             values = json.loads(path.read_text(encoding="utf-8"))
         else:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _check_size(path, _num_bytes(values, {}))
     except RecordingError:
         raise
     except OSError as error:
@@ -214,11 +216,26 @@ def _suffix(path: Path) -> str:
     return path.suffix.lower()
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as archive:
-        size = sum(info.file_size for info in archive.infolist())
+def _check_size(path: Path, size: int) -> None:
     if size > MAX_BYTES:
         raise RecordingError(f"{path} unpacks to {size} bytes; at most {MAX_BYTES} are read")
+
+
+def _num_bytes(value: Any, known: dict[int, int]) -> int:
+    """Of the arrays that are or would be made of it; `known`: lists met before, by their id."""
+    if isinstance(value, np.ndarray):
+        return value.size * value.itemsize
+    if not isinstance(value, (Mapping, list)):
+        return 8
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = sum(_num_bytes(part, known) for part in parts)
+    return known[id(value)]
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        _check_size(path, sum(info.file_size for info in archive.infolist()))
     with np.load(path, allow_pickle=False) as arrays:
         flat = {name: arrays[name] for name in arrays.files}
     return _nested({name: value if value.ndim else value.item() for name, value in flat.items()})

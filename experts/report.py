@@ -66,8 +66,10 @@ def build_report(
     recording's own. Raises `RecordingError` for a baseline of another model, `PlacementError` for
     more redundant experts than fit.
     """
-    if not recording.num_layers:
-        raise RecordingError(f"{recording.model} has no MoE layers: there is no expert load")
+    if not recording.counts_LE.size:
+        raise RecordingError(
+            f"{recording.model} has no MoE layers with experts: there is no expert load"
+        )
     if baseline is not None:
         check_same_model(recording, baseline, "the load and its baseline")
     placement, notes = _placement(recording, num_ranks, num_redundant)

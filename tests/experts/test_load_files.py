@@ -234,6 +234,20 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
         read_load(tmp_path / "load.npz")
 
 
+def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    huge = torch.zeros(1, dtype=torch.int32).expand(2**20, 2**10, 2**10)
+    torch.save({"logical_count": huge}, tmp_path / "load.pt")
+    with pytest.raises(RecordingError, match=rf"load\.pt unpacks to {2**42} bytes"):
+        read_load(tmp_path / "load.pt", top_k=1)
+    # Ten times the list above it, ten times over.
+    lines = ["a0: &a0 [1]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 11)
+    ]
+    (tmp_path / "load.yaml").write_text("\n".join([*lines, "counts: {all: *a10}", "top_k: 1"]))
+    with pytest.raises(RecordingError, match=r"load\.yaml unpacks to \d{12} bytes"):
+        read_load(tmp_path / "load.yaml")
+
+
 def test_a_given_top_k_must_be_the_files(tmp_path: Path) -> None:
     write_load(from_json(good()), tmp_path / "load.npz")
     assert read_load(tmp_path / "load.npz", top_k=1).top_k == 1

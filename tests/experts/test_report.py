@@ -211,8 +211,9 @@ def test_an_empty_load_has_a_report() -> None:
     report = build_report(empty, baseline=empty)
     assert report["summary"] == ["No token was recorded yet."]
     assert (report["hot"], report["rebalancing"]) == ([], [])
-    with pytest.raises(RecordingError, match="tiny has no MoE layers"):
-        build_report(make_recording(np.zeros((0, 0))))
+    for shape in ((0, 0), (2, 0)):
+        with pytest.raises(RecordingError, match="tiny has no MoE layers with experts"):
+            build_report(make_recording(np.zeros(shape)))
 
 
 @given(recordings())
