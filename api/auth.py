@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.api.errors import error_response
@@ -12,7 +12,7 @@ from moe_serve.errors import AuthenticationError
 
 # Probes and scrapers carry no key.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/version", "/metrics"})
-# They change the server for everybody.
+# They change the server for everybody, or make all wait.
 ADMIN_PATHS = frozenset(
     {
         "/v1/moe/rebalance",
@@ -26,11 +26,15 @@ ADMIN_PATHS = frozenset(
 )
 
 
+VERIFIED_PATH = "/v1/moe/placement"
+
+
 class ApiKeyMiddleware:
     """401 for requests without `Authorization: Bearer <key>`, except on `OPEN_PATHS`.
 
-    `ADMIN_PATHS` want the admin key; the clients' one will do where there is no other. The admin
-    key opens everything. Without any key, all is open.
+    `ADMIN_PATHS` want the admin key, and so does verifying a placement, which reads all weights
+    between two steps; the clients' one will do where there is no other. The admin key opens
+    everything. Without any key, all is open.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None) -> None:
@@ -47,9 +51,14 @@ class ApiKeyMiddleware:
         await error_response(error)(scope, receive, send)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        keys = self._admin_keys if scope["path"] in ADMIN_PATHS else self._client_keys
+        keys = self._admin_keys if _is_for_admins(scope) else self._client_keys
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         # Headers arrive as latin-1; comparing bytes in constant time hides how much matched.
         sent = token.strip().encode("latin-1")
         matches = [hmac.compare_digest(sent, key) for key in keys]
         return not keys or (scheme.lower() == "bearer" and any(matches))
+
+
+def _is_for_admins(scope: Scope) -> bool:
+    verifies = scope["path"] == VERIFIED_PATH and "verify" in QueryParams(scope["query_string"])
+    return verifies or scope["path"] in ADMIN_PATHS

@@ -104,6 +104,8 @@ class ExpertService:
 
     def after_step(self, plan: StepPlan, results: Sequence[ChunkResult], seconds: float) -> None:
         """To be called before the scheduler applies the results."""
+        if not self.monitor.num_experts:
+            return
         self._steps_since_rebalance += 1
         self.monitor.after_step(plan, seconds, max_steps=self._recorder.num_steps_left)
         self._recorder.observe(plan, results)
@@ -130,6 +132,8 @@ class ExpertService:
     def call(self, message: EngineCall) -> None:
         """Its answer is among those of `take_answers`, at once or later."""
         try:
+            if not self.monitor.num_experts:
+                raise PlacementError("the model has no layers with experts")
             if isinstance(message, RebalanceCall):
                 self._rebalance(message)
                 return
@@ -209,6 +213,11 @@ class ExpertService:
 
     @staticmethod
     def _read_slots(slots: list[list[int]], now: Placement) -> Placement:
+        if len(slots) != now.num_layers:
+            raise PlacementError(
+                f"slots of {len(slots)} layers; here are {now.num_layers} with "
+                f"{list(now.slots_of_ranks)} slots by rank"
+            )
         for index, row in enumerate(slots):
             if len(row) != now.num_slots:
                 raise PlacementError(

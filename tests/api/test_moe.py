@@ -408,6 +408,19 @@ def test_no_other_spelling_of_a_path_goes_past_the_admin_key(serve: Any, path: s
     assert server.engine.calls == []
 
 
+@pytest.mark.parametrize("query", ["verify=true", "%76erify=true", "verify=false&verify=true"])
+def test_to_verify_weights_between_steps_wants_the_admin_key(serve: Any, query: str) -> None:
+    server = serve(api_key="client", admin_api_key="admin")
+    server.engine.answer_of_call = answer
+    codes = [
+        server.http.get(
+            f"/v1/moe/placement?{query}", headers={"Authorization": f"Bearer {key}"}
+        ).status_code
+        for key in ("client", "admin")
+    ]
+    assert codes == [401, 200] and server.engine.calls[0].verify
+
+
 def test_the_keys_are_not_told(serve: Any) -> None:
     server = serve(admin_api_key="sesame")
     assert "sesame" not in server.http.get("/server_info").text

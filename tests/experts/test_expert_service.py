@@ -18,7 +18,14 @@ from moe_serve.experts.load_files import read_load
 from moe_serve.experts.migration import Copies
 from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.experts.recording import PHASES
-from moe_serve.messages import CallAnswer, EngineCall, PlacementCall, RebalanceCall, RecordCall
+from moe_serve.messages import (
+    CallAnswer,
+    EngineCall,
+    LoadCall,
+    PlacementCall,
+    RebalanceCall,
+    RecordCall,
+)
 from moe_serve.rank_messages import Staging
 from moe_serve.step import StepPlan
 
@@ -140,6 +147,30 @@ def test_what_is_not_enabled_is_refused_with_the_fix(tmp_path: Path) -> None:
         answer = loop.ask(message)
         assert answer.is_client_fault and answer.error is not None
         assert "--enable-eplb" in answer.error
+
+
+def test_a_model_without_experts_is_told_plainly_and_counts_nothing(tmp_path: Path) -> None:
+    nothing = LoadCounts(np.zeros((0, 3, 0), np.int64), np.zeros((0, 1), np.int64))
+    facts = ModelFacts(name="dense", top_k=0, expert_bytes=0, cost=None, has_rows=False)
+    monitor = ExpertMonitor(lambda: nothing, facts, window_size=1)
+    service = ExpertService(monitor, None, EplbConfig(), None, tmp_path)
+    for _ in range(33):
+        service.before_step()
+        service.after_step(StepPlan(chunks=()), [], 0.001)
+    assert service.take_stats() is None
+    calls = [LoadCall(call_id=1), PlacementCall(call_id=2), RebalanceCall(call_id=3)]
+    for message in [*calls, record("start")]:
+        service.call(message)
+        (answer,) = service.take_answers()
+        assert answer.is_client_fault and answer.error == "the model has no layers with experts"
+
+
+def test_a_placement_of_a_great_many_layers_is_refused_at_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, mover=Mover())
+    # Not one of them is looked at.
+    answer = loop.ask(RebalanceCall(call_id=1, slots=[[99]] * 100_000))
+    assert answer.is_client_fault and answer.error is not None
+    assert "slots of 100000 layers; here are 3 with [4, 4] slots by rank" in answer.error
 
 
 @pytest.mark.parametrize("action", ["stop", "dump"])
