@@ -43,7 +43,9 @@ class Hardware:
 #   b200              NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOPS bf16, 8 TB/s,
 #                     NVLink 1,800 GB/s.
 #   mi300x            AMD Instinct MI300X data sheet: 1,307 TFLOPS bf16, 5.3 TB/s, 7 Infinity Fabric
-#                     links of 128 GB/s.
+#                     links of 128 GB/s, one to each other GPU of eight: on N ranks of fewer, give
+#                     --link-bandwidth 64e9 x (N - 1). NVLink goes through switches and has no such
+#                     limit.
 #   cpu               no data sheet: round numbers for a few cores and gloo over loopback.
 PRESETS = {
     hardware.name: hardware

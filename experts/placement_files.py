@@ -12,8 +12,13 @@
 Slots are numbered rank by rank; maps by expert are padded with -1. Only our own file tells the
 ranks: the others have slots spread over them evenly. SGLang reads its map alone and refuses a
 field beside it (python/sglang/srt/eplb/expert_location.py), so its style is written without the
-inverse. TensorRT-LLM numbers all layers of a model; here its layers are taken in order, and
-written as 0, 1 ... of the MoE layers.
+inverse.
+
+A layer here is a MoE layer. SGLang's map has a row for each layer of the model, dense ones too (its
+models tell num_hidden_layers as num_layers), and TensorRT-LLM numbers all layers but lists MoE ones
+alone (examples/ep_load_balancer/generate_eplb_config.py). Of a model with dense layers the former
+is therefore refused, and the latter read in order; what is written in either style, MoE layers as
+0, 1 ..., they understand for models without dense layers alone.
 """
 
 from __future__ import annotations
@@ -191,9 +196,10 @@ def _checked(
 ) -> Placement:
     source = document.source
     if num_layers is not None and len(slots_LP) != num_layers:
+        dense = "; rows of dense layers must be left out" if len(slots_LP) > num_layers else ""
         raise PlacementError(
             f"{source} places the experts of {len(slots_LP)} layers; the model has {num_layers} "
-            "MoE layers"
+            f"MoE layers{dense}"
         )
     num_slots = slots_LP.shape[1]
     if num_experts is not None and num_experts > num_slots:

@@ -32,7 +32,10 @@ _OVERRIDES = {
 }
 _EPILOG = """\
 Rows, bytes and memory are exact: what the server's dispatchers would do with these tokens, in
-steps of --batch-tokens, each step's tokens in equal runs on the ranks. Times are estimates."""
+steps of --batch-tokens, each step's tokens in equal runs on the ranks. Times are estimates. Steps
+are cut from the requests one after another, as long prompts are; for decoding, --batch-tokens is
+the number of requests at once, and a real step has a token of each of them. Placements that are
+balanced for the trace itself show the best case; --balance-by takes an earlier recording."""
 
 
 def run(argv: Sequence[str], *, prog: str) -> int:

@@ -39,7 +39,7 @@ def plan_table(plan: Plan, balanced_for: str) -> str:
         parts += [*_sent(plan), *_times(plan, plan.model)]
     best = plan.best.layout
     parts.append(
-        f"{'Most even in its steps' if plan.model is None else 'Most tokens/s'}: EP "
+        f"{'Most even in its steps' if plan.model is None else 'Most tokens/s of all ranks'}: EP "
         f"{best.num_ranks}, {best.num_redundant} redundant, {best.source}."
     )
     return "\n\n".join(parts)

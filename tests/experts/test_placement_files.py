@@ -178,3 +178,11 @@ def test_a_load_is_no_placement(tmp_path: Path) -> None:
         assert not is_placement(tmp_path / name)
         with pytest.raises(RecordingError, match="no placement|format 'moe_serve.expert_load'"):
             read_placement(tmp_path / name, 1)
+
+
+def test_a_map_that_numbers_dense_layers_too_says_what_to_do(tmp_path: Path) -> None:
+    """As SGLang's do: here of a model whose first layer is dense."""
+    torch.save({"physical_to_logical_map": torch.arange(10).repeat(5, 1) % 8}, tmp_path / "map.pt")
+    assert read_placement(tmp_path / "map.pt", 2, num_layers=5).num_layers == 5
+    with pytest.raises(PlacementError, match="5 layers; the model has 4 MoE layers; rows of dense"):
+        read_placement(tmp_path / "map.pt", 2, num_layers=4)
