@@ -43,7 +43,8 @@ from moe_serve.step_codec import StepEncoder
 class RankedExecutor:
     """All ranks, this one being rank 0: each runs its lane's part of the plan.
 
-    A step that is cut short, by Ctrl-C too, leaves ranks in the middle of it: there is no other.
+    What is cut short, by Ctrl-C too, leaves ranks in the middle of it, or an answer on its way that
+    the next question would get: there is nothing after it. So for a step, and for all else.
     """
 
     def __init__(
@@ -62,13 +63,16 @@ class RankedExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Raises `EngineDeadError` where a rank was lost, in this step or before."""
+        with self._wholly(), causes(self._links):
+            return self._run(plan)
+
+    @contextlib.contextmanager
+    def _wholly(self) -> Iterator[None]:
         if not self._is_whole:
             raise EngineDeadError("a step was cut short, which its ranks do not survive")
         self._is_whole = False
-        with causes(self._links):
-            result = self._run(plan)
+        yield
         self._is_whole = True
-        return result
 
     def _run(self, plan: StepPlan) -> StepResult:
         for lane, message in enumerate(self._encoder.encode(plan)):
@@ -86,30 +90,34 @@ class RankedExecutor:
         return StepResult(results=results, failures=failures)
 
     def read_load(self) -> LoadCounts:
-        self._links.send_all(ReadLoad())
-        own = self.runner.load.read()
+        with self._wholly():
+            self._links.send_all(ReadLoad())
+            own = self.runner.load.read()
+            answers = self._links.receive_all(RankLoad)
         shape = own.counts_LCE.shape
-        answers = self._links.receive_all(RankLoad)
         others = [LoadCounts.from_bytes(answer.counts, shape) for answer in answers]
         return LoadCounts.join([own, *others])
 
     def forget_warm_up(self, num_blocks: int) -> None:
-        self._links.send_all(ForgetWarmUp(num_blocks=num_blocks))
-        self.runner.forget_warm_up(num_blocks)
+        with self._wholly():
+            self._links.send_all(ForgetWarmUp(num_blocks=num_blocks))
+            self.runner.forget_warm_up(num_blocks)
 
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> Iterator[float]:
         """None: dispatch and collectives decide on the host how much they move."""
         return iter(())
 
     def stage(self, copies: Copies, timeout: float) -> None:
-        for rank, own in enumerate(copies[1:], start=1):
-            self._links.send(rank, StageExperts(copies=list(own), timeout=timeout))
-        self._own_experts.stage(copies[0], timeout)
+        with self._wholly():
+            for rank, own in enumerate(copies[1:], start=1):
+                self._links.send(rank, StageExperts(copies=list(own), timeout=timeout))
+            self._own_experts.stage(copies[0], timeout)
 
     def staging(self) -> Staging:
-        self._links.send_all(ReadStaging())
-        own = self._own_experts.staging()
-        found = [own, *self._links.receive_all(Staging)]
+        with self._wholly():
+            self._links.send_all(ReadStaging())
+            own = self._own_experts.staging()
+            found = [own, *self._links.receive_all(Staging)]
         errors = (state.error for state in found if state.error is not None)
         return Staging(
             is_done=all(state.is_done for state in found),
@@ -119,17 +127,21 @@ class RankedExecutor:
 
     def switch(self, placement: Placement, layers: list[int]) -> None:
         told = {index: [list(own) for own in placement.layers[index].experts] for index in layers}
-        self._links.send_all(SwitchExperts(layers=told))
-        self._own_experts.switch(told)
+        with self._wholly():
+            self._links.send_all(SwitchExperts(layers=told))
+            self._own_experts.switch(told)
 
     def drop_staged(self) -> None:
-        self._links.send_all(DropStaged())
-        self._own_experts.drop_staged()
+        with self._wholly():
+            self._links.send_all(DropStaged())
+            self._own_experts.drop_staged()
 
     def checksums(self) -> list[list[list[int]]]:
-        self._links.send_all(ReadChecksums())
-        own = self._own_experts.checksums()
-        return [own, *(answer.checksums for answer in self._links.receive_all(Checksums))]
+        with self._wholly():
+            self._links.send_all(ReadChecksums())
+            own = self._own_experts.checksums()
+            answers = self._links.receive_all(Checksums)
+        return [own, *(answer.checksums for answer in answers)]
 
     @property
     def _own_experts(self) -> RankExperts:
@@ -216,9 +228,15 @@ def _load(
     links.send_all(MakePool(num_blocks=num_blocks))
     runner = setup.make_runner(model, num_blocks)
     experts = make_rank_experts(setup, runner, world)
-    others = [answer.expert_address for answer in links.receive_all(RankReady)]
-    if experts is not None:
-        addresses = [experts.address, *others]
-        links.send_all(ExpertAddresses(addresses=addresses))
-        experts.connect(addresses)
+    try:
+        others = [answer.expert_address for answer in links.receive_all(RankReady)]
+        if experts is not None:
+            addresses = [experts.address, *others]
+            links.send_all(ExpertAddresses(addresses=addresses))
+            experts.connect(addresses)
+    except BaseException:
+        # Its thread would keep the weights.
+        if experts is not None:
+            experts.close()
+        raise
     return RankedExecutor(runner, links, setup.layout, experts), num_blocks
