@@ -22,6 +22,8 @@ from moe_serve.step import StepPlan
 # Steps between two collections. One copies the counters of all ranks to the host, so that a step
 # pays a small part of that.
 COLLECT_STEPS = 32
+# What a window is made of: a slice holds counts of all layers and experts, and a step may be one.
+MANY_SLICES = 64
 # What `expert_hot_share` tells of.
 HOT_COUNTS = (1, 4, 8)
 
@@ -50,7 +52,7 @@ class ModelFacts:
 
 class ExpertMonitor:
     """`read`: what was counted so far on all ranks. `window_size`: steps of the sliding window, to
-    within a collection.
+    within a collection or a small part of it.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class ExpertMonitor:
         self._last = counts
         self._steps, self._seconds = 0, 0.0
         self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
-        self._slices.append(part)
+        self._keep(part)
         self._window = add(self._window, part)
         while self._window.steps - self._slices[0].steps >= self._window_size:
             oldest = self._slices.popleft()
@@ -104,6 +106,13 @@ class ExpertMonitor:
             self._window = subtract(self._window, oldest)
         self.stats = self._make_stats()
         self.on_slice(part)
+
+    def _keep(self, part: LoadSlice) -> None:
+        """Short ones join: who asks for counts, or records short windows, makes many of them."""
+        most_steps = self._window_size // MANY_SLICES
+        if self._slices and self._slices[-1].steps + part.steps <= most_steps:
+            part = add(self._slices.pop(), part)
+        self._slices.append(part)
 
     @property
     def window(self) -> LoadSlice:
