@@ -194,6 +194,8 @@ class ExpertService:
         rebalancer = self.rebalancer
         if rebalancer is None:
             raise PlacementError("experts stay where they are without --enable-eplb")
+        # Before a plan, for which all requests wait.
+        rebalancer.check_idle()
         load_LE = self._recent_load()
         if message.slots is None:
             target = rebalancer.plan(load_LE, message.max_moves)

@@ -114,6 +114,11 @@ class Rebalancer:
     def is_busy(self) -> bool:
         return self._job is not None
 
+    def check_idle(self) -> None:
+        """Raises `PlacementError` while a rebalance is on its way."""
+        if self._job is not None:
+            raise PlacementError("experts are being moved already; wait until that is done")
+
     def plan(self, load_LE: Ints, max_moves: int | None = None) -> Placement:
         """The placement to go to. Raises `PlacementError` for a goal that cannot be."""
         config = self._config
@@ -165,8 +170,7 @@ class Rebalancer:
             self._finish("unneeded")
 
     def _check(self, target: Placement) -> None:
-        if self._job is not None:
-            raise PlacementError("experts are being moved already; wait until that is done")
+        self.check_idle()
         now = self.placement
         if target.slots_of_ranks != now.slots_of_ranks or target.num_layers != now.num_layers:
             raise PlacementError(

@@ -27,6 +27,7 @@ from moe_serve.messages import (
     RecordCall,
 )
 from moe_serve.rank_messages import Staging
+from moe_serve.rebalancer import Rebalancer
 from moe_serve.step import StepPlan
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 8, 2
@@ -234,3 +235,15 @@ def test_a_second_recording_does_not_begin_within_one(tmp_path: Path) -> None:
     assert answer.is_client_fault and answer.error is not None and "stop it first" in answer.error
     told = loop.ask(record("dump", style="json")).body
     assert told is not None and told["num_windows"] == 1
+
+
+def test_no_plan_is_made_for_a_rebalance_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests wait for a plan: whoever asks again and again must not slow them."""
+    loop = Loop(tmp_path, mover=Mover(), step_interval=0)
+    loop.service.call(RebalanceCall(call_id=1, slots=[[7, 6, 5, 4, 3, 2, 1, 0]] * NUM_LAYERS))
+    monkeypatch.delattr(Rebalancer, "plan")
+    loop.service.call(RebalanceCall(call_id=2))
+    (refused,) = loop.service.take_answers()
+    assert refused.is_client_fault and refused.error is not None and "already" in refused.error
