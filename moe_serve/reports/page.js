@@ -35,7 +35,7 @@ function drawTiles() {
     const of = cost.step_ms === null
       ? `of ${milliseconds(cost.expert_ms)} ms of expert time`
       : `of each ${milliseconds(cost.step_ms)} ms step (${percent(cost.lost_share_of_step)})`;
-    tile(`${milliseconds(cost.lost_ms)} ms`, `lost to imbalance, about, ${of}`);
+    tile(`${milliseconds(cost.lost_ms)} ms`, `waited for slowest ranks, about, ${of}`);
   }
   const dead = sum(experts.dead.map((list) => list.length));
   tile(`${fixed(experts.hottest.max, 1)}x`, "the mean of its layer: load of the hottest expert");
@@ -188,6 +188,7 @@ function setUpTheme() {
     update();
   });
   system.addEventListener("change", update);
+  matchMedia("print").addEventListener("change", update);
   window.addEventListener("resize", update);
   update();
 }

@@ -6,6 +6,8 @@
 
 const COLOURS = ["00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "d2c060",
   "fee838"].map((hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+// Loads over the mean from here on look alike.
+const TOP = 8;
 
 class LoadMap {
   // `onPick(layer)` hears of a cell that was clicked or entered.
@@ -16,7 +18,9 @@ class LoadMap {
     // Of a small model, not a mark on each third cell.
     this.hot = report.hot.slice(0, Math.ceil((this.load.length * report.num_experts) / 16));
     this.numExperts = report.num_experts;
-    this.top = Math.max(4, Math.ceil(report.experts.hottest.max));
+    // One layer that sends all to few experts must not darken all others.
+    this.hottest = report.experts.hottest.max;
+    this.top = Math.max(4, Math.min(TOP, Math.ceil(this.hottest)));
     this.at = null;
     this.onPick = onPick;
     canvas.addEventListener("mousemove", (event) => {
@@ -192,6 +196,15 @@ class LoadMap {
     const [layer, expert] = this.at || [-step[0], -step[1]].map((s) => Math.min(s, 0));
     const clamp = (value, size) => Math.max(0, Math.min(size - 1, value));
     this.move([clamp(layer + step[0], this.load.length), clamp(expert + step[1], this.numExperts)]);
+    this.scrollTo(...this.at);
+  }
+
+  // Of a map that is wider than its place, the part that is seen follows the keys.
+  scrollTo(layer, expert) {
+    const place = this.canvas.parentElement;
+    const x = this.corner(layer, expert)[0];
+    const least = x + this.width + 4 - place.clientWidth;
+    place.scrollLeft = Math.max(least, Math.min(place.scrollLeft, x - this.left));
   }
 
   text(layer, expert) {
@@ -205,7 +218,7 @@ class LoadMap {
   drawLegend(into) {
     const at = (mark) => Math.sqrt(mark / this.top);
     const marks = [0];
-    for (const mark of [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128]) {
+    for (const mark of [0.25, 0.5, 1, 2, 4]) {
       const isClear = at(mark) - at(marks[marks.length - 1]) > 0.15 && at(mark) < 0.86;
       if (isClear) marks.push(mark);
     }
@@ -215,7 +228,8 @@ class LoadMap {
     const strip = make("i");
     strip.style.background = `linear-gradient(90deg,${stops})`;
     scale.append(strip, ...[...marks, this.top].map((mark) => {
-      const label = make("span", {}, `${mark}x`);
+      const isOpen = mark === this.top && this.hottest > this.top;
+      const label = make("span", {}, isOpen ? `${mark}x or more` : `${mark}x`);
       label.style.left = `${100 * at(mark)}%`;
       return label;
     }));
