@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_serve.cli.http import DEFAULT_URL, admin_key, ask
+from moe_serve.cli.client import DEFAULT_URL, admin_key, ask
 from moe_serve.errors import ConfigError, PlacementError, RecordingError
 from moe_serve.option_parser import OptionParser
 from moe_serve.options import variable

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moe_serve.cli.http import DEFAULT_URL, admin_key, ask
+from moe_serve.cli.client import DEFAULT_URL, admin_key, ask
 from moe_serve.errors import ConfigError, RecordingError
 from moe_serve.option_parser import OptionParser, closest
 from moe_serve.options import variable

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_serve.cli.http import ask
+from moe_serve.cli.client import ask
 from moe_serve.errors import ConfigError
 from moe_serve.option_parser import OptionParser, closest
 from moe_serve.options import variable
