@@ -11,6 +11,7 @@ Our own, `.json` and `.npz` (there a section's field is named "placement.slots")
     rank_rows      [windows, layers, ranks]; 0 ranks where they are not known
     placement      as in `placement_files`, or null
     cost           read_seconds, row_seconds, source, or null
+    has_tokens     false where tokens are told from counts; else absent
 
 SGLang's, `.pt`: `logical_count` [layers, experts] or [steps, layers, experts], beside `rank` and
 `average_utilization_rate_over_window` (python/sglang/srt/eplb/expert_distribution.py, the "stat"
@@ -89,7 +90,7 @@ def _values(recording: LoadRecording) -> dict[str, Any]:
     counts_WCLE, tokens_WC = recording.counts_WCLE, recording.tokens_WC
     used = [i for i in range(len(PHASES)) if tokens_WC[:, i].any() or counts_WCLE[:, i].any()]
     cost, placement = recording.cost, recording.placement
-    return {
+    values = {
         "format": FORMAT,
         "version": VERSION,
         "model": recording.model,
@@ -107,6 +108,7 @@ def _values(recording: LoadRecording) -> dict[str, Any]:
         "placement": None if placement is None else placement_values(placement),
         "cost": None if cost is None else _cost_values(cost),
     }
+    return values if recording.has_tokens else values | {"has_tokens": False}
 
 
 def _cost_values(cost: StepCost) -> dict[str, Any]:
@@ -141,6 +143,7 @@ def _ours(document: Document) -> LoadRecording:
         placement=placement,
         expert_bytes=document.whole("expert_bytes"),
         cost=_cost(document.section("cost")) if "cost" in document else None,
+        has_tokens="has_tokens" not in document or document.get("has_tokens") is not False,
     )
 
 
@@ -231,6 +234,7 @@ def _of_counts(document: Document, counts_WLE: Ints, top_k: int) -> LoadRecordin
         steps_W=np.zeros(W, dtype=np.int64),
         seconds_W=np.zeros(W),
         rows_WLR=np.zeros((W, L, 0), dtype=np.int64),
+        has_tokens=False,
     )
 
 

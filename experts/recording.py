@@ -26,7 +26,8 @@ class LoadRecording:
 
     - `counts_WCLE`: how often routers chose each expert.
     - `tokens_WC`: tokens computed, as the scheduler counts them: times `top_k` they are what each
-      layer's counts sum to.
+      layer's counts sum to. Where nobody counted them, what the counts make of it, and `has_tokens`
+      is False: that they agree proves nothing then.
     - `steps_W`, `seconds_W`: engine steps, and the time they took.
     - `rows_WLR`: rows that each rank's experts computed; R = 0 where that is not known (without
       expert parallelism, or a file that does not tell).
@@ -45,6 +46,7 @@ class LoadRecording:
     placement: Placement | None = None
     expert_bytes: int = 0
     cost: StepCost | None = None
+    has_tokens: bool = True
 
     def __post_init__(self) -> None:
         windows, phases, layers, _ = self.counts_WCLE.shape

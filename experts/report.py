@@ -4,7 +4,8 @@
     summary       sentences for people, the most telling first
     model, top_k, num_layers, num_experts, num_windows, num_steps, seconds
     tokens        {"prefill", "decode", "recomputed", "total"}
-    conservation  holds; expected: choices of each layer, tokens x top_k; wrong_layers
+    conservation  holds; expected: choices of each layer, tokens x top_k; wrong_layers; is_proof:
+                  whether tokens were counted, not told from choices
     load          [layers][experts]: how often each was chosen
     experts       entropy, gini, hottest (x mean), hot_share {k: share of the k hottest}: mean and
                   extreme over layers and by layer; dead [layers]: experts never chosen
@@ -135,6 +136,7 @@ def _conservation(recording: LoadRecording) -> dict[str, Any]:
         "holds": recording.is_conserved,
         "expected": int(recording.tokens_WC.sum()) * recording.top_k,
         "wrong_layers": np.flatnonzero(is_wrong_WCL.any((0, 1))).tolist(),
+        "is_proof": recording.has_tokens,
     }
 
 

@@ -96,6 +96,11 @@ def _drift(report: dict[str, Any]) -> str:
 def _conservation(report: dict[str, Any]) -> str:
     check, tokens, top_k = report["conservation"], report["tokens"]["total"], report["top_k"]
     told = f"{tokens:,} tokens x {top_k} per token = {check['expected']:,} choices"
+    if check["holds"] and not check["is_proof"]:
+        return (
+            f"There are {check['expected']:,} choices in each layer: {tokens:,} tokens, if each "
+            f"chose {top_k}; the recording does not tell."
+        )
     if check["holds"]:
         return f"Every token is accounted for: {told} in each layer."
     layers = ", ".join(map(str, check["wrong_layers"]))

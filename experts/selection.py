@@ -31,6 +31,7 @@ def join(recordings: Sequence[LoadRecording]) -> LoadRecording:
         rows_WLR=np.concatenate(
             [r.rows_WLR if has_rows else r.rows_WLR[:, :, :0] for r in recordings]
         ),
+        has_tokens=all(recording.has_tokens for recording in recordings),
     )
 
 

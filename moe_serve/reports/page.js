@@ -164,11 +164,13 @@ function drawDrift() {
 }
 
 function drawCheck() {
-  const { holds, expected, wrong_layers: wrong } = report.conservation;
+  const { holds, expected, wrong_layers: wrong, is_proof: isProof } = report.conservation;
   const told = `${whole(report.tokens.total)} tokens x ${report.top_k} per token = ` +
     `${whole(expected)} choices`;
   byId("conservation").textContent = holds
-    ? `✓ Every token is counted once in each layer: ${told}.`
+    ? isProof
+      ? `✓ Every token is counted once in each layer: ${told}.`
+      : `Tokens are told from the choices of each layer, so that nothing is checked: ${told}.`
     : `✗ The counts do not add up: ${told}, but not in layers ${wrong.join(", ")}.`;
   byId("notes").append(...report.notes.map((note) => make("li", {}, note)));
 }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from moe_serve.errors import PlacementError, RecordingError
-from moe_serve.experts.load_files import read_load
+from moe_serve.experts.load_files import read_load, write_load
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.rank_report import count_moves
 from moe_serve.experts.recording import LoadRecording
@@ -36,7 +37,9 @@ def two_ranks(**changes: Any) -> LoadRecording:
 def test_a_small_load_by_hand() -> None:
     report = build_report(two_ranks())
     assert report["tokens"] == {"prefill": 80, "decode": 0, "recomputed": 0, "total": 80}
-    assert report["conservation"] == {"holds": True, "expected": 80, "wrong_layers": []}
+    assert report["conservation"] == {
+        "holds": True, "expected": 80, "wrong_layers": [], "is_proof": True
+    }  # fmt: skip
     assert report["experts"]["dead"] == [[], [0]]
     assert report["experts"]["hottest"]["layers"] == pytest.approx([1.5, 2])
     assert report["experts"]["hot_share"]["1"] == {
@@ -202,8 +205,26 @@ def test_drift_against_a_baseline() -> None:
 
 def test_counts_that_do_not_add_up_are_said() -> None:
     report = build_report(dataclasses.replace(two_ranks(), tokens_WC=np.array([[79, 0, 0]])))
-    assert report["conservation"] == {"holds": False, "expected": 79, "wrong_layers": [0, 1]}
+    conservation = report["conservation"]
+    assert (conservation["holds"], conservation["expected"]) == (False, 79)
+    assert conservation["wrong_layers"] == [0, 1]
     assert "do not add up" in report["summary"][-1]
+
+
+def test_tokens_told_from_choices_are_no_proof_of_them(tmp_path: Path) -> None:
+    """With a wrong top-k, half of the tokens would be "accounted for" too."""
+    (tmp_path / "load.json").write_text('{"counts": {"all": [[4, 2, 1, 1]]}}')
+    load = read_load(tmp_path / "load.json", top_k=2)
+    write_load(load, tmp_path / "own.npz")
+    for recording in (load, read_load(tmp_path / "own.npz"), join([counted(load), load])):
+        report = build_report(recording)
+        assert report["conservation"]["holds"] and not report["conservation"]["is_proof"]
+        assert "tokens, if each chose 2; the recording does not tell." in report["summary"][-1]
+    assert build_report(counted(load))["summary"][-1].startswith("Every token")
+
+
+def counted(load: LoadRecording) -> LoadRecording:
+    return dataclasses.replace(load, has_tokens=True)
 
 
 def test_an_empty_load_has_a_report() -> None:
