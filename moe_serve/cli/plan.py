@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +56,15 @@ def run(argv: Sequence[str], *, prog: str) -> int:
             model=model,
             on_tokens=on_tokens,
         )
-    if options.output is not None:
-        write_placement(plan.best.layout.placement, options.output)
     balanced_for = options.balance_by or "the trace itself"
     if options.json:
         print(json.dumps(plan_values(plan, balanced_for), indent=1))
     else:
         print(plan_table(plan, balanced_for))
     if options.output is not None:
+        # Last, so that what took long to find is shown even where it cannot be written.
         layout = plan.best.layout
+        write_placement(layout.placement, options.output)
         print(
             f"{options.output}: the {layout.source} placement with {layout.num_redundant} "
             "redundant experts",
@@ -93,7 +93,7 @@ def _parser(prog: str) -> OptionParser:
     add("routing", "--batch-tokens", "N", f"tokens in one step, of all ranks [{BATCH_TOKENS}]")
     add("placements", "--ep", "N,N", f"numbers of ranks that hold the experts [{EP_SIZES}]")
     add("placements", "--redundant", "N,N", "numbers of redundant experts, of all ranks [0]")
-    add("placements", "--balance-by", "FILE", "balance this recorded load [the trace's own]")
+    add("placements", "--balance-by", "FILE", "balance this recorded load or trace [--trace]")
     add("placements", "--placement", "FILE", "replay this placement too, on --ep ranks")
     add("model and machine", "--config", "FILE", "the model's config.json, or its folder")
     add("model and machine", "--dtype", "DTYPE", f"in place of the config's: {_or(ROW_BYTES)}")
@@ -146,8 +146,10 @@ def _routes(options: argparse.Namespace, model: TimeModel | None) -> RouteRecord
         raise RecordingError(f"{options.trace}: has no tokens")
     if model is not None:
         if routes.num_experts < model.shape.num_experts:
-            # A file that does not tell may lack the last experts, which no token chose.
-            routes = read_routes(options.trace, num_experts=model.shape.num_experts)
+            # A file that does not tell may lack the last experts, which no token chose; of one that
+            # does, the check says what differs.
+            with suppress(RecordingError):
+                routes = read_routes(options.trace, num_experts=model.shape.num_experts)
         check_shape(routes, model.shape)
     return routes
 
@@ -183,8 +185,13 @@ def _load(options: argparse.Namespace, routes: RouteRecording) -> Ints:
     if options.balance_by is None:
         return routes.counts_LE
     from moe_serve.experts.load_files import read_load
+    from moe_serve.experts.route_files import is_routes, read_routes
 
-    counts_LE = read_load(options.balance_by, top_k=routes.top_k).counts_LE
+    file = options.balance_by
+    if is_routes(file):
+        counts_LE = read_routes(file, num_experts=routes.num_experts).counts_LE
+    else:
+        counts_LE = read_load(file, top_k=routes.top_k).counts_LE
     if counts_LE.shape != (routes.num_layers, routes.num_experts):
         raise ConfigError(
             f"--balance-by {options.balance_by}: {counts_LE.shape[0]} layers of "

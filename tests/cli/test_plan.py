@@ -108,6 +108,14 @@ def test_the_best_placement_is_written_and_can_be_replayed(
     assert read_placement(file, 4).num_slots == 8 + best["redundant"]
 
 
+def test_the_plan_is_shown_even_where_its_placement_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], trace: str
+) -> None:
+    assert main(["plan", "--trace", trace, "--ep", "2", "--output", "best.csv"]) == 2
+    out, error = capsys.readouterr()
+    assert "Most even in its steps: EP 2" in out and "best.csv" in error
+
+
 def test_a_config_that_knows_more_experts_than_were_chosen(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config: str
 ) -> None:
@@ -133,6 +141,7 @@ def test_balanced_placements_can_be_made_for_another_load(
     assert own["layouts"][0] == other["layouts"][0]
     least, most = (one["layouts"][1]["balancedness"]["mean"] for one in (other, own))
     assert least < most
+    assert planned(capsys, *args, "--balance-by", trace)["layouts"] == own["layouts"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -159,7 +168,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (("--config", "CONFIG", "--hardware", "h300"), "--hardware 'h300' is not one of"),
         (("--config", "CONFIG", "--flops", "fast"), "--flops 'fast' must be a number above 0"),
         (("--config", "CONFIG", "--dtype", "fp8"), "--dtype 'fp8' is not one of float32"),
-        (("--config", "MORE"), "num_experts is 8 in the file, but 9 was given"),
+        (("--config", "MORE"), "--config is of a model with 9 experts, the trace has 8"),
         (("--config", "FEWER"), "model with 7 experts, the trace has 8"),
         (("--balance-by", "LOAD"), "2 layers of 8 experts, but the trace has 3 of 8"),
         (("--config", "BROKEN"), "not readable JSON"),
