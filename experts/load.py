@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,17 @@ class ExpertLoad:
     def clear(self) -> None:
         self.counts_LCE.zero_()
         self.rows_L.zero_()
+
+    @contextlib.contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """What is counted inside counts only if that comes to its end. Waits for no device."""
+        before = self.counts_LCE.clone(), self.rows_L.clone()
+        try:
+            yield
+        except BaseException:
+            self.counts_LCE.copy_(before[0])
+            self.rows_L.copy_(before[1])
+            raise
 
     def read(self) -> LoadCounts:
         """What was counted so far, on the host, by one copy."""

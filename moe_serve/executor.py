@@ -39,7 +39,9 @@ class LocalExecutor:
         self.runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self.runner.run(plan)
+        # Ctrl-C may cut it short, when some layers have counted its tokens and others have not.
+        with self.runner.load.or_nothing():
+            result = self.runner.run(plan)
         assert result is not None
         return result
 

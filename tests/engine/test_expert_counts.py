@@ -11,6 +11,7 @@ import pytest
 
 from moe_serve import LLM, SamplingParams
 from moe_serve.engine import Engine
+from moe_serve.executor import LocalExecutor
 from moe_serve.expert_monitor import COLLECT_STEPS
 from moe_serve.experts.recording import LoadRecording
 from moe_serve.messages import AddRequest
@@ -170,3 +171,26 @@ def test_recorded_windows_are_as_long_as_asked_for(folder: Path, tmp_path: Path)
         assert record(action="stop") == {"is_recording": False}
         generate(4)
         assert read_load(record(action="dump", style="json")["path"]).num_steps == 4
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_step_that_ctrl_c_cuts_short_is_not_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "enable_prefix_caching": False}
+    with LLM(str(folder), **options) as llm:
+        assert isinstance(llm.engine.executor, LocalExecutor)
+        model = llm.engine.executor.runner.model
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            # Behind the experts of the first layer, or of all.
+            patch.setattr(model.layers[layer].mlp, "_shared", interrupt)
+            llm.generate([[1, 2, 3, 4]])
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))
+        recording = llm.expert_recording
+        assert recording.is_conserved and recording.tokens_WC.sum(0).tolist() == [5, 4, 0]
+        assert recording.counts_LE.tolist() == llm.expert_load
