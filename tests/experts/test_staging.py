@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given, settings
 from torch import multiprocessing
 
-from moe_serve.experts import expert_fetch, expert_server, pieces
+from moe_serve.experts import expert_fetch, expert_peer, expert_server, pieces
 from moe_serve.experts.expert_fetch import StagingState
 from moe_serve.experts.expert_server import ExpertServer
 from moe_serve.experts.migration import ExpertCopy, plan_copies
@@ -302,6 +302,19 @@ def test_a_rank_that_falls_silent_is_an_error_in_time_and_the_next_try_can_work(
     stage(two.stagings, plan_copies(OLD, NEW))
     two.apply()
     two.check(NEW)
+
+
+def test_no_more_is_asked_for_than_a_server_keeps(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server drops answers beyond its limit for one rank, and they would never come."""
+    answers: list[object] = []
+    break_sends(monkeypatch, 0, lambda *args: answers.append(args))
+    first, _ = two.stagings
+    first.start([ExpertCopy(0, 0, 1, 0), ExpertCopy(0, 1, 1, 1)], 0.2)
+    # Of 10 pieces.
+    assert "not all was there" in wait_error(first)
+    assert len(answers) == expert_peer._WINDOW < expert_server._MAX_ANSWERS
 
 
 def test_dropping_half_way_is_prompt_and_late_answers_do_no_harm(
