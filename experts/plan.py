@@ -155,9 +155,10 @@ def make_plan(
     outcomes: dict[int, Outcome] = {}
     for num_ranks in sorted({layout.num_ranks for layout in layouts}):
         own = [index for index, layout in enumerate(layouts) if layout.num_ranks == num_ranks]
-        replica_seconds = 0.0
+        replica_seconds, num_steps = 0.0, 0
         for ids_NTK in cut_steps(routes.ids_TLK, batch_tokens):
-            group = step_group(ids_NTK, routes.num_experts, num_ranks)
+            group = step_group(ids_NTK, routes.num_layers, routes.num_experts, num_ranks, num_steps)
+            num_steps += len(ids_NTK) // routes.num_layers
             if model is not None:
                 replica_seconds += model.replica_seconds(group, routes.num_experts, num_ranks)
             for index in own:

@@ -128,9 +128,13 @@ def sample_steps(ids_TLK: Ids, batch_tokens: int, most_tokens: int) -> Ids:
     return _by_layer(ids_STLK[chosen].reshape(-1, *ids_TLK.shape[1:]), batch_tokens)
 
 
-def step_group(ids_NTK: Ids, num_experts: int, num_ranks: int) -> StepGroup:
+def step_group(
+    ids_NTK: Ids, num_layers: int, num_experts: int, num_ranks: int, first_step: int = 0
+) -> StepGroup:
+    """`first_step`: how many steps came before."""
     home_T = home_ranks(ids_NTK.shape[1], num_ranks)
-    return StepGroup(ids_NTK, turns(ids_NTK, home_T, num_experts), home_T)
+    step_N = first_step + np.arange(len(ids_NTK)) // num_layers
+    return StepGroup(ids_NTK, turns(ids_NTK, home_T, num_experts, step_N), home_T)
 
 
 def replay(group: StepGroup, table: SlotTable) -> Replayed:

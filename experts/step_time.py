@@ -180,7 +180,8 @@ class ReplicaComparison:
         if tokens_of_rank not in self._steps:
             batch_tokens = tokens_of_rank * self._num_ranks
             ids_NTK = sample_steps(self._ids_TLK, batch_tokens, _SAMPLE_TOKENS)
-            group = step_group(ids_NTK, self._num_experts, self._num_ranks)
+            num_layers = self._ids_TLK.shape[1]
+            group = step_group(ids_NTK, num_layers, self._num_experts, self._num_ranks)
             seconds = self._model.replica_seconds(group, self._num_experts, self._num_ranks)
             self._steps[tokens_of_rank] = group, seconds
         return self._steps[tokens_of_rank]

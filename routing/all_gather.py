@@ -13,7 +13,7 @@ from moe_serve.kernels.permute import permute
 from moe_serve.kernels.take_rows import take_rows
 from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.dispatch import Dispatched
-from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.expert_map import ReplicaTurns
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 
@@ -40,15 +40,16 @@ class AllGatherDispatcher:
     `LocalDispatcher` does: equal to it bit for bit.
     """
 
-    def __init__(self, group: RankGroup, experts: ExpertMap) -> None:
+    def __init__(self, group: RankGroup, turns: ReplicaTurns) -> None:
         self.group = group
-        self.experts = experts
+        self.turns = turns
+        self.experts = turns.experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllGathered:
         (num_tokens, width), top_k = x_TD.shape, routing.ids_TK.shape[1]
         missing = capacity - num_tokens
         assert missing >= 0, f"{num_tokens} tokens do not fit a capacity of {capacity}"
-        physical_TK = self.experts.choose(routing.ids_TK).to(torch.int16)
+        physical_TK = self.turns.choose(routing.ids_TK).to(torch.int16)
         physical_CK = F.pad(physical_TK, (0, 0, 0, missing), value=-1)
         packed = self.group.all_gather(pack(F.pad(x_TD, (0, 0, 0, missing)), physical_CK))
         x_ND, physical_NK = unpack(packed, (width, x_TD.dtype), (top_k, torch.int16))

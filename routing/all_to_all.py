@@ -13,7 +13,7 @@ from moe_serve.kernels.permute import count_ids, permute
 from moe_serve.kernels.take_rows import take_rows
 from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.dispatch import Dispatched
-from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.expert_map import ReplicaTurns
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 
@@ -60,15 +60,16 @@ class AllToAllDispatcher:
     The home rank weighs and adds, as `LocalDispatcher` does: equal to it bit for bit.
     """
 
-    def __init__(self, group: RankGroup, experts: ExpertMap) -> None:
+    def __init__(self, group: RankGroup, turns: ReplicaTurns) -> None:
         self.group = group
-        self.experts = experts
+        self.turns = turns
+        self.experts = turns.experts
         # A row of counts for each rank: tokens first, then its experts.
-        self._width = 1 + experts.most_local
+        self._width = 1 + self.experts.most_local
 
     def dispatch(self, x_TD: Tensor, routing: Routing, capacity: int) -> AllToAllDispatched:
         ids_TK = routing.ids_TK
-        physical_TK = self.experts.choose(ids_TK)
+        physical_TK = self.turns.choose(ids_TK)
         ranks_TK = self.experts.rank_of(physical_TK)
         needed_ST = self._needed(ranks_TK)
         sent, received, counts_Se = self._exchange_counts(physical_TK + ranks_TK + 1, needed_ST)

@@ -61,12 +61,13 @@ class ExpertMap:
         """Experts of the rank that has most."""
         return max(self.num_local)
 
-    def choose(self, ids_TK: Tensor) -> Tensor:
+    def choose(self, ids_TK: Tensor, step: int) -> Tensor:
         """Logical experts of this rank's tokens -> a physical one for each, [T, K].
 
         Replicas take turns: the n-th time (from 0, by token and slot) that this rank's tokens name
-        an expert, replica (n + rank) % replicas computes it. So each gets as many to within one,
-        and ranks with few tokens do not all begin with the same. Which one it is changes no bit.
+        an expert in a step, replica (n + rank + step) % replicas computes it. So each gets as many
+        to within one, also over steps of one token, and ranks do not all begin with the same.
+        Which one it is changes no bit.
         """
         num_experts, most_replicas = self.replicas_EC.shape
         if most_replicas == 1:
@@ -74,7 +75,7 @@ class ExpertMap:
         permutation = permute(ids_TK, num_experts)
         starts_E = permutation.counts_E.cumsum(0) - permutation.counts_E
         times_TK = permutation.inverse_R.view_as(ids_TK) - starts_E[ids_TK]
-        turn_TK = (times_TK + self.rank) % self.num_replicas_E[ids_TK]
+        turn_TK = (times_TK + (self.rank + step)) % self.num_replicas_E[ids_TK]
         return self.replicas_EC[ids_TK, turn_TK]
 
     def rank_of(self, physical_TK: Tensor) -> Tensor:
@@ -83,3 +84,20 @@ class ExpertMap:
     def index_of(self, physical_TK: Tensor) -> Tensor:
         """In the bank of its rank."""
         return physical_TK % self.most_local
+
+
+class ReplicaTurns:
+    """Counts the steps of one layer, from 0 when its experts were placed, for `ExpertMap.choose`.
+
+    Dispatchers that serve the layer by turns share one.
+    """
+
+    def __init__(self, experts: ExpertMap) -> None:
+        self.experts = experts
+        self._step = 0
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
+        """To be called once a step."""
+        physical_TK = self.experts.choose(ids_TK, self._step)
+        self._step += 1
+        return physical_TK

@@ -75,11 +75,14 @@ def home_ranks(num_tokens: int, num_ranks: int) -> Ints:
     return np.arange(num_tokens) // max(1, slice_size(num_tokens, num_ranks))
 
 
-def turns(ids_NTK: npt.NDArray[Any], home_T: Ints, num_experts: int) -> Ints:
+def turns(
+    ids_NTK: npt.NDArray[Any], home_T: Ints, num_experts: int, step_N: Ints | None = None
+) -> Ints:
     """[N, T, K]: which replica's turn it is, before the modulo by their number.
 
-    That is the number of times that tokens of the same home rank chose the expert before, by token
-    and slot, plus the home rank. Example, one rank, top-1: experts 5 3 5 5 -> 0 0 1 2.
+    That is the number of times that tokens of the same home rank chose the expert before in the
+    step, by token and slot, plus the home rank, plus the number of the step (0 without `step_N`).
+    Example, one rank, top-1: experts 5 3 5 5 -> 0 0 1 2.
     """
     keys_NTK = ids_NTK + home_T[:, None] * num_experts
     is_short = (int(home_T.max(initial=0)) + 1) * num_experts < 2**15
@@ -93,7 +96,8 @@ def turns(ids_NTK: npt.NDArray[Any], home_T: Ints, num_experts: int) -> Ints:
     starts = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
     times = np.empty(keys.shape, dtype=np.int64)
     np.put_along_axis(times, order, places - starts, axis=1)
-    return times.reshape(ids_NTK.shape) + home_T[:, None]
+    first_N1 = 0 if step_N is None else step_N[:, None, None]
+    return times.reshape(ids_NTK.shape) + home_T[:, None] + first_N1
 
 
 def flow(rank_NTK: npt.NDArray[Any], home_T: Ints, num_ranks: int) -> Flow:

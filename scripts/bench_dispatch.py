@@ -44,7 +44,7 @@ from moe_serve.parallel.group import RankGroup
 from moe_serve.routing.all_gather import AllGatherDispatcher
 from moe_serve.routing.all_to_all import AllToAllDispatcher
 from moe_serve.routing.dispatch import Dispatched, Dispatcher
-from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.expert_map import ExpertMap, ReplicaTurns
 from moe_serve.routing.packing import pack, unpack
 from moe_serve.routing.router import Routing
 from moe_serve.routing.traffic import prefers_static
@@ -178,8 +178,8 @@ def measure(group: RankGroup, setting: Setting) -> list[str]:
     x_TD, routing = tokens_of(setting, group.rank)
     paths = [
         Path("torch", TorchDispatcher(group, experts)),
-        Path("allgather_reducescatter", AllGatherDispatcher(group, experts)),
-        Path("all_to_all", AllToAllDispatcher(group, experts)),
+        Path("allgather_reducescatter", AllGatherDispatcher(group, ReplicaTurns(experts))),
+        Path("all_to_all", AllToAllDispatcher(group, ReplicaTurns(experts))),
     ]
 
     def exchange(path: Path, with_experts: bool) -> Callable[[], Tensor]:
@@ -194,7 +194,7 @@ def measure(group: RankGroup, setting: Setting) -> list[str]:
     sent = [bytes_of(group, exchange(path, False)) for path in paths]
     calls = [exchange(path, with_experts) for path in paths for with_experts in (False, True)]
     times = medians(calls, setting.rounds)
-    found = bounds(setting, experts.rank_of(experts.choose(routing.ids_TK)), group.rank)
+    found = bounds(setting, experts.rank_of(experts.choose(routing.ids_TK, 0)), group.rank)
     needed = Bounds(home_adds=total(found.home_adds), ranks_add=total(found.ranks_add))
     return [
         line(*cells(setting, path.name, sent[i], needed), *times[2 * i : 2 * i + 2])

@@ -154,8 +154,10 @@ def test_rows_and_bytes_are_those_of_the_dispatchers(pool: RankPool, case: str) 
 def replayed_rows(routes: RouteRecording, placement: Placement, batch_tokens: int) -> list[int]:
     """Of each slot, all layers and steps."""
     table, rows_P = SlotTable.make(placement), np.zeros(placement.num_slots, dtype=np.int64)
+    num_layers, num_steps = routes.num_layers, 0
     for ids_NTK in cut_steps(routes.ids_TLK, batch_tokens):
-        group = step_group(ids_NTK, routes.num_experts, placement.num_ranks)
+        group = step_group(ids_NTK, num_layers, routes.num_experts, placement.num_ranks, num_steps)
+        num_steps += len(ids_NTK) // num_layers
         rows_P += replay(group, table).rows_NP.sum(0)
     total: list[int] = rows_P.tolist()
     return total

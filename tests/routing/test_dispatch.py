@@ -131,8 +131,8 @@ def check(pool: RankPool, case: Case) -> list[Outcome]:
 
 
 def turns(case: Case, outcomes: list[Outcome]) -> list[list[int]]:
-    """Rows of each rank's experts, where the replicas of an expert take turns for each home rank,
-    the first turn being that of the rank's own number.
+    """Rows of each rank's experts in the first step, where the replicas of an expert take turns for
+    each home rank, the first turn being that of the rank's own number.
     """
     holders = {
         expert: [rank for rank, own in enumerate(case.placement) if expert in own]
@@ -252,3 +252,22 @@ def test_static_shapes_send_the_same_whatever_the_routing(pool: RankPool) -> Non
         for outcome in check(pool, dataclasses.replace(case, kind=kind, num_tokens=num_tokens))
     }
     assert sent == {2 * 9 * (72 + 2 * 64)}
+
+
+def rows_of_single_tokens(group: RankGroup, backend: Backend, num_steps: int) -> list[int]:
+    """Of this rank's experts, where rank 0 alone has a token, the same in each step."""
+    dispatcher = make_dispatcher(backend, group, ExpertMap.make(((0, 1), (1, 2)), group.rank))
+    counts = torch.zeros(2, dtype=torch.int64)
+    num_tokens = int(group.rank == 0)
+    routing = Routing(torch.tensor([[1]])[:num_tokens], torch.ones(num_tokens, 1))
+    for _ in range(num_steps):
+        dispatched = dispatcher.dispatch(torch.ones(num_tokens, 8), routing, 1)
+        counts += dispatched.counts_E
+        dispatcher.combine(dispatched.rows_RD, dispatched)
+    return counts.tolist()
+
+
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_replicas_take_turns_from_step_to_step(pool: RankPool, backend: Backend) -> None:
+    """One request alone must not always go to the first replica."""
+    assert pool.run(rows_of_single_tokens, backend, 7, size=2) == [[0, 4], [3, 0]]

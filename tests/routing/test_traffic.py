@@ -70,12 +70,14 @@ def test_the_chosen_slots_are_those_of_the_expert_map(
     ids_LTK = skewed_ids(rng, num_experts, 2, num_tokens, min(4, num_experts))
     home_T = traffic.home_ranks(num_tokens, num_ranks)
     table = SlotTable.make(placement)
-    slot_LTK = table.choose(ids_LTK, traffic.turns(ids_LTK, home_T, num_experts))
+    # Two layers of steps that are not the same.
+    step_L = np.array([seed, seed // 2])
+    slot_LTK = table.choose(ids_LTK, traffic.turns(ids_LTK, home_T, num_experts, step_L))
     starts = np.concatenate(([0], np.cumsum(placement.slots_of_ranks)))
     for layer, rank in np.ndindex(2, num_ranks):
         experts = ExpertMap.make(placement.layers[layer].experts, rank)
         ids_tK = torch.from_numpy(ids_LTK[layer, home_T == rank]).long()
-        physical_tK = experts.choose(ids_tK)
+        physical_tK = experts.choose(ids_tK, int(step_L[layer]))
         slots = starts[experts.rank_of(physical_tK)] + experts.index_of(physical_tK).numpy()
         assert slots.tolist() == slot_LTK[layer, home_T == rank].tolist()
 
