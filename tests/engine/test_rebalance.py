@@ -29,7 +29,7 @@ from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.messages import AddRequest, CallAnswer, PlacementCall, RebalanceCall
 from moe_serve.parallel.group import RankGroup
 from moe_serve.rank_messages import Staging
-from moe_serve.rebalancer import Rebalancer, RebalanceResult
+from moe_serve.rebalancer import POLL_SECONDS, Rebalancer, RebalanceResult
 from moe_serve.sampling_params import SamplingParams
 from tests.engine.test_ranks import VOCAB_SIZE, free_port, on_ranks
 from tests.rank_pool import RankPool
@@ -326,6 +326,9 @@ def rolled_back(engine: Engine, num_steps: int, reason: str) -> str:
     failed, done = heard
     assert failed.error is not None and reason in failed.error and not failed.is_client_fault
     assert done.body is not None and done.body["outcome"] == "done"
+    # All experts of both layers, each from the other rank.
+    expert_bytes = engine.experts.monitor.facts.expert_bytes
+    assert done.body["num_bytes"] == NUM_LAYERS * NUM_EXPERTS * expert_bytes > 0
     assert dict(rebalancer.outcomes) == {"failed": 1, "done": 1}
     assert rebalancer.placement.slots_LP.tolist() == [other] * NUM_LAYERS
     assert check_weights(engine) == before
@@ -353,13 +356,17 @@ class FakeMover:
         self.switched: list[list[int]] = []
         self.left: int | None = None
         self.num_drops = 0
+        self.num_asked = 0
+        self.timeouts: list[float] = []
 
     def stage(self, copies: Copies, timeout: float) -> None:
         assert self.left is None and timeout >= 0
+        self.timeouts.append(timeout)
         self.parts.append({copy.layer for own in copies for copy in own})
         self.left = self.polls
 
     def staging(self) -> Staging:
+        self.num_asked += 1
         assert self.left is not None
         if len(self.parts) - 1 == self.fails_at_part:
             return Staging(is_done=False, error="rank 1: a wrong checksum")
@@ -412,10 +419,34 @@ def test_a_rebalance_in_parts_switches_layer_after_layer() -> None:
         rebalancer.start(target, None)
     finish(rebalancer, now)
     assert rebalancer.placement == target and mover.switched == [[0], [1], [2], [3], [4]]
+    # The time is for all parts together, of which each took two looks 0.1 s apart.
+    assert mover.timeouts == pytest.approx([60, 59.9, 59.7, 59.5, 59.3])
     (result,) = results
     assert (result.outcome, result.num_bytes, result.num_layers_switched) == ("done", 50, 5)
     old = Placement.make(5, NUM_EXPERTS, 2, num_redundant=2)
     assert result.num_moves == (old.slots_LP != target.slots_LP).sum()
+
+
+def test_a_placement_in_other_slots_is_refused() -> None:
+    rebalancer, _ = make_rebalancer(mover := FakeMover())
+    for num_ranks, num_redundant in ((2, 4), (5, 2)):
+        target = Placement.make(5, NUM_EXPERTS, num_ranks, num_redundant=num_redundant)
+        with pytest.raises(PlacementError, match=r"slots a rank; here are 5 with \[5, 5\]"):
+            rebalancer.start(target, None)
+    assert not rebalancer.is_busy and not mover.parts
+
+
+def test_ranks_are_not_asked_before_every_step() -> None:
+    mover = FakeMover(polls=3)
+    rebalancer, now = make_rebalancer(mover)
+    rebalancer.start(Placement.make(5, NUM_EXPERTS, 2, "round_robin", 2), None)
+    for _ in range(5):
+        rebalancer.advance()
+    assert mover.num_asked == 1
+    now[0] += POLL_SECONDS
+    for _ in range(5):
+        rebalancer.advance()
+    assert mover.num_asked == 2
 
 
 @pytest.mark.parametrize("how", ["an error", "time is over"])
