@@ -247,3 +247,19 @@ def test_no_plan_is_made_for_a_rebalance_that_is_refused(
     loop.service.call(RebalanceCall(call_id=2))
     (refused,) = loop.service.take_answers()
     assert refused.is_client_fault and refused.error is not None and "already" in refused.error
+
+
+def test_rebalances_by_itself_come_every_so_many_steps_and_where_they_gain_enough(
+    tmp_path: Path,
+) -> None:
+    for min_gain, outcome in ((1, "unneeded"), (-1, "done")):
+        loop = Loop(tmp_path, mover=Mover(), step_interval=5, min_gain=min_gain, use_async=False)
+        rebalancer = loop.service.rebalancer
+        assert rebalancer is not None
+        numbers = []
+        for _ in range(17):
+            loop.step()
+            numbers.append(rebalancer.outcomes[outcome])
+        # Before the 6th step for the first time.
+        assert numbers == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 2
+        assert rebalancer.outcomes.total() == 3
