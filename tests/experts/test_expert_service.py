@@ -263,3 +263,18 @@ def test_rebalances_by_itself_come_every_so_many_steps_and_where_they_gain_enoug
         # Before the 6th step for the first time.
         assert numbers == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 2
         assert rebalancer.outcomes.total() == 3
+
+
+def test_replicas_that_differ_are_told_and_where(tmp_path: Path) -> None:
+    mover = Mover()
+    placement = Placement.make(NUM_LAYERS, NUM_EXPERTS, NUM_RANKS, num_redundant=2)
+    sums = [[list(layer.experts[rank]) for layer in placement.layers] for rank in range(NUM_RANKS)]
+    mover.checksums = lambda: sums  # type: ignore[method-assign]
+    loop = Loop(tmp_path, placement, mover)
+    told = loop.ask(PlacementCall(call_id=1, verify=True)).body
+    assert told is not None and told["checksums"] == [list(range(NUM_EXPERTS))] * NUM_LAYERS
+    assert placement.layers[2].experts[1][4] == 0
+    sums[1][2][4] = 99
+    answer = loop.ask(PlacementCall(call_id=2, verify=True))
+    assert answer.error is not None
+    assert "layer 2: rank 1 holds other weights of expert 0" in answer.error
