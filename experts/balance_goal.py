@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from moe_serve.errors import PlacementError
 from moe_serve.experts.layer_loads import LayerLoads, held_by, whole_loads
+from moe_serve.experts.load_statistics import count_slots
 from moe_serve.experts.node_groups import node_of_experts
-from moe_serve.experts.rank_load import check_loads, replica_counts
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks, rank by rank.
 
@@ -61,7 +61,7 @@ class BalanceTask:
         cls, load_LE: npt.NDArray[Any], num_slots: Sequence[int], goal: BalanceGoal
     ) -> BalanceTask:
         """Raises `PlacementError` with the numbers where no placement can do this."""
-        check_loads(load_LE)
+        _check_loads(load_LE)
         _check_slots(load_LE.shape[1], num_slots)
         _check_goal(load_LE.shape[1], num_slots, goal)
         whole_LE, shift_L = whole_loads(load_LE)
@@ -102,7 +102,7 @@ class BalanceTask:
 
     def is_met(self, slots_LP: npt.NDArray[Any]) -> Bools:
         """[L]: whether the goal is, budget aside."""
-        counts_LE = replica_counts(slots_LP, self.num_experts)
+        counts_LE = count_slots(slots_LP, self.num_experts)
         has_replicas_L: Bools = counts_LE.min(axis=1) >= self.goal.min_replicas
         keeps_groups_L: Bools = self.nodes_of(slots_LP).min(axis=1) >= 0
         return has_replicas_L & keeps_groups_L
@@ -153,3 +153,18 @@ def _check_goal(num_experts: int, num_slots: Sequence[int], goal: BalanceGoal) -
             raise PlacementError(
                 f"{where}: a rank with {max(own)} slots would hold one of {per_node} experts twice"
             )
+
+
+def _check_loads(load_LE: npt.NDArray[Any]) -> None:
+    """Raises `PlacementError` unless `load_LE` is a matrix of finite numbers from 0 up."""
+    if load_LE.ndim != 2 or load_LE.dtype.kind not in "biuf":
+        raise PlacementError(
+            f"loads are {load_LE.dtype} of shape {load_LE.shape}: wanted numbers, layers x experts"
+        )
+    wrong_LE = ~np.isfinite(load_LE) | (load_LE < 0)
+    if wrong_LE.any():
+        layer, expert = np.argwhere(wrong_LE)[0].tolist()
+        raise PlacementError(
+            f"load of layer {layer}, expert {expert} is {load_LE[layer, expert]}: "
+            "wanted a finite number from 0 up"
+        )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.rank_load import replica_counts
+from moe_serve.experts.load_statistics import count_slots
 
 # Shapes: L MoE layers, A some of them, E logical experts, R ranks, P slots rank by rank, S slots of
 # the rank that has most.
@@ -51,7 +51,7 @@ class LayerLoads:
         self.slots_RS = starts_R[:, None] + np.minimum(
             np.arange(sizes_R.max()), sizes_R[:, None] - 1
         )
-        self.counts_LE = replica_counts(self.slots_LP, self.load_LE.shape[1])
+        self.counts_LE = count_slots(self.slots_LP, self.load_LE.shape[1])
         self.share_LE = self.load_LE // self.counts_LE
         self.held_LER = held_by(self.slots_LP, self.num_slots, self.load_LE.shape[1])
         self.barred_LER = self.held_LER

@@ -52,8 +52,14 @@ def slot_loads(load_LE: Load, placement: Placement) -> Floats:
 
 def replica_counts(placement: Placement) -> npt.NDArray[np.int64]:
     """[L, E]: slots that hold each expert."""
-    rows = [np.bincount(row, minlength=placement.num_experts) for row in placement.slots_LP]
-    return np.array(rows, dtype=np.int64).reshape(placement.num_layers, placement.num_experts)
+    return count_slots(placement.slots_LP, placement.num_experts)
+
+
+def count_slots(slots_LP: npt.NDArray[Any], num_experts: int) -> npt.NDArray[np.int64]:
+    """[L, E]: in how many slots each logical expert lies."""
+    num_layers = len(slots_LP)
+    flat = (slots_LP + np.arange(num_layers)[:, None] * num_experts).ravel()
+    return np.bincount(flat, minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def sum_by_rank(values_LP: Load, placement: Placement) -> Floats:

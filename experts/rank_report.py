@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_serve.experts import load_statistics
-from moe_serve.experts.balance import balance
+from moe_serve.experts.balance import BalanceGoal, balance
 from moe_serve.experts.load_statistics import Floats
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.recording import LoadRecording
@@ -19,6 +19,8 @@ from moe_serve.experts.recording import LoadRecording
 
 # Slots that each rank might have more.
 MORE_SLOTS = (1, 2, 4)
+# Every expert on two ranks at least: what it costs to lose none with a rank.
+COVERING = "balanced, any rank may be lost"
 
 
 def expert_seconds(recording: LoadRecording, placement: Placement) -> Floats | None:
@@ -54,6 +56,7 @@ def rank_part(recording: LoadRecording, placement: Placement, source: str) -> di
         "num_slots": placement.num_slots,
         "num_redundant": placement.num_slots - placement.num_experts,
         "slots_of_ranks": list(placement.slots_of_ranks),
+        "sole_experts": _sole_experts(placement),
         "placement": source,
         "source": "measured" if is_measured else "predicted",
         "load": load_LR.tolist(),
@@ -124,6 +127,9 @@ def rebalancing_part(recording: LoadRecording, placement: Placement) -> list[dic
             slots = slots_of_ranks(num_slots, num_ranks)
             other = balance(recording.counts_LE, slots)
             rows.append(_option(recording, placement, other, f"balanced, {more} more a rank"))
+    slots = slots_of_ranks(max(placement.num_slots, 2 * num_experts), num_ranks)
+    covering = balance(recording.counts_LE, slots, goal=BalanceGoal(min_replicas=2))
+    rows.append(_option(recording, placement, covering, COVERING))
     return rows
 
 
@@ -151,6 +157,14 @@ def _option(
             more * placement.num_layers * recording.expert_bytes if bytes_known else None
         ),
     }
+
+
+def _sole_experts(placement: Placement) -> list[int]:
+    """By rank, over all layers: experts that no other rank holds, and that are lost with it."""
+    is_sole_LE = load_statistics.replica_counts(placement) == 1
+    is_sole_LP = np.take_along_axis(is_sole_LE, placement.slots_LP, axis=1)
+    sums_LR = load_statistics.sum_by_rank(is_sole_LP, placement)
+    return [int(count) for count in sums_LR.sum(0)]
 
 
 def _busiest(load_LR: Floats) -> dict[str, Any]:

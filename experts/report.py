@@ -11,7 +11,8 @@
                   extreme over layers and by layer; dead [layers]: experts never chosen
     hot           the hottest: layer, expert, load, x_mean (of its layer), ranks that hold it
     ranks         null without placement, else num_ranks, num_slots, num_redundant,
-                  slots_of_ranks, placement ("recorded", or "linear, assumed"), source of the load
+                  slots_of_ranks, sole_experts (by rank: of all layers, those that no other rank
+                  holds), placement ("recorded", or "linear, assumed"), source of the load
                   ("measured": rows that ranks computed; "predicted": by the placement, where they
                   are not known or experts moved meanwhile),
                   load [layers][ranks], balancedness (mean, min, worst_layer, layers), busiest

@@ -36,8 +36,8 @@ from balance_bench.loads import LoadSet, recorded_sets, zipf_set
 from balance_bench.published import matches_worked_example
 
 from moe_serve.experts.balance import BalanceGoal, balance
+from moe_serve.experts.load_statistics import balancedness, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
-from moe_serve.experts.rank_load import balancedness, rank_loads
 
 COLUMNS = (
     "loads", "ranks", "redundant", "linear", "published", "ours", "bound", "lower", "repeats",

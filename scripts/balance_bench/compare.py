@@ -14,8 +14,8 @@ import numpy.typing as npt
 from balance_bench.loads import Loads, LoadSet
 from balance_bench.published import Slots, balance_published
 from moe_serve.experts.balance import BalanceGoal, balance
+from moe_serve.experts.load_statistics import balancedness, count_slots, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
-from moe_serve.experts.rank_load import balancedness, rank_loads, replica_counts
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks, rank by rank.
 
@@ -117,7 +117,7 @@ def published_of(case: Case, load_LE: Loads) -> Slots:
 
 def even_with_repeats(load_LE: Loads, slots_LP: Slots, num_ranks: int) -> Floats:
     """[L]; a rank may hold an expert twice, which a `Placement` refuses."""
-    counts_LE = replica_counts(slots_LP, load_LE.shape[1])
+    counts_LE = count_slots(slots_LP, load_LE.shape[1])
     share_LP = np.take_along_axis(load_LE / counts_LE, slots_LP, axis=1)
     return balancedness(share_LP.reshape(len(load_LE), num_ranks, -1).sum(axis=2))
 

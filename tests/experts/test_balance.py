@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from moe_serve.errors import PlacementError
 from moe_serve.experts.balance import BalanceGoal, balance
+from moe_serve.experts.load_statistics import balancedness, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
-from moe_serve.experts.rank_load import balancedness, rank_loads
 
 # Shapes: L layers, E experts, R ranks, P slots.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.rank_load import balancedness, rank_loads
+from moe_serve.experts.load_statistics import balancedness, rank_loads
 
 # Shapes: L layers, E experts, R ranks, P slots.
 

@@ -62,7 +62,7 @@ def test_a_small_load_by_hand() -> None:
 
 
 def test_rebalancing_by_hand() -> None:
-    now, balanced, *more = build_report(two_ranks())["rebalancing"]
+    now, balanced, *more, covering = build_report(two_ranks())["rebalancing"]
     assert (now["name"], now["moves"], now["moved_bytes"]) == ("now", 0, 0)
     assert now["balancedness_mean"] == pytest.approx((4 / 5 + 2 / 3) / 2)
     assert balanced["balancedness_min"] == pytest.approx(1)
@@ -74,6 +74,19 @@ def test_rebalancing_by_hand() -> None:
     # With every expert on both ranks there is nothing left to be uneven.
     assert more[1]["balancedness_min"] == pytest.approx(1)
     assert more[1]["moves"] == 8
+    # Two ranks can only lose one if each holds every expert.
+    assert covering == more[1] | {"name": "balanced, any rank may be lost"}
+
+
+def test_what_is_lost_with_a_rank() -> None:
+    counts_LE = [[9, 1, 1, 1], [1, 1, 1, 1]]
+    # Expert 0 of the first layer has a copy; the second layer has none of 3.
+    slots = np.array([[0, 1, 2, 0, 3, 1], [0, 1, 2, 3, 0, 1]])
+    placement = Placement.of_slots(slots, (3, 3))
+    report = build_report(make_recording(counts_LE, placement=placement))
+    assert report["ranks"]["sole_experts"] == [2, 2]
+    covering = report["rebalancing"][-1]
+    assert (covering["num_slots"], covering["name"]) == (8, "balanced, any rank may be lost")
 
 
 def test_moves_are_experts_that_a_rank_lacks() -> None:
