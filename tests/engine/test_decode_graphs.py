@@ -27,11 +27,12 @@ class Model:
         self.seen: list[dict[str, Tensor]] = []
 
     def __call__(self, token_ids_S: Tensor, context: StepContext, *_: Any) -> Tensor:
-        assert context.num_valid_1 is not None
+        assert context.num_valid_1 is not None and context.phases_T is not None
         work = context.work(CUT)
         seen = {
             "slots": context.slots_T,
             "positions": context.positions_T,
+            "phases": context.phases_T,
             "tables": context.block_tables_SB,
             "valid": context.num_valid_1,
             "counts": work.counts_4,
@@ -54,7 +55,7 @@ def make_batch(lens: Sequence[int], new_tokens: Sequence[int] | None = None) -> 
         block_tables_SB=torch.arange(len(lens))[:, None] * 10 + torch.arange(width),
         num_decodes=sum(new == 1 for new in new_tokens),
         block_size=BLOCK_SIZE,
-        phases_T=torch.arange(len(positions), dtype=torch.int32) % 3,
+        phases_T=(torch.arange(len(positions), dtype=torch.int32) + sum(lens)) % 3,
     )
     return Batch(token_ids_T=torch.arange(len(positions)) + 7, context=context)
 
@@ -89,6 +90,10 @@ def test_nothing_is_left_of_an_earlier_step() -> None:
         assert seen["slots"].tolist()[:count] == context.slots_T.tolist()
         assert seen["slots"].tolist()[count:] == [-1] * (len(seen["slots"]) - count)
         assert seen["positions"].tolist()[:count] == context.positions_T.tolist()
+        assert context.phases_T is not None
+        assert seen["phases"].tolist()[:count] == context.phases_T.tolist()
+        # Counted nowhere, those of padding must still be some row of the counters.
+        assert set(seen["phases"].tolist()) <= {0, 1, 2}
         width = context.block_tables_SB.shape[1]
         assert torch.equal(seen["tables"][:count, :width], context.block_tables_SB)
         work = plan_attention(context.query_starts, context.context_lens, CUT)

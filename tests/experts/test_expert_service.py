@@ -278,3 +278,19 @@ def test_replicas_that_differ_are_told_and_where(tmp_path: Path) -> None:
     answer = loop.ask(PlacementCall(call_id=2, verify=True))
     assert answer.error is not None
     assert "layer 2: rank 1 holds other weights of expert 0" in answer.error
+
+
+def test_a_full_recording_of_routes_asks_for_no_more_and_makes_room_for_another(
+    tmp_path: Path,
+) -> None:
+    """As long as routes are asked for, no step is a captured one."""
+    loop = Loop(tmp_path)
+    assert not loop.service.records_routes
+    assert loop.ask(record("start", mode="routes")).body == {"is_recording": True}
+    assert loop.service.records_routes
+    recorder = loop.service._recorder._routes
+    assert recorder is not None
+    recorder.max_tokens = -1
+    loop.service.after_step(StepPlan(chunks=(), records_routes=True), [], 0.001)
+    assert recorder.is_full and not loop.service.records_routes
+    assert loop.ask(record("start")).body == {"is_recording": True}
