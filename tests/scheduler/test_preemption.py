@@ -39,6 +39,16 @@ def test_tokens_computed_again_are_counted(make_engine):
     assert sum(tight.num_computed.values()) == num_needed + num_again
 
 
+def test_one_that_is_preempted_again_before_it_has_come_as_far(make_engine):
+    """What it computes then is computed again, up to where it was the first time."""
+    engine = make_engine(16, 4, enable_prefix_caching=False, max_num_batched_tokens=5)
+    for index, request_id in enumerate("abcd"):
+        engine.add(request_id, range(index * 10, index * 10 + 8), max_tokens=24)
+    engine.drain(max_steps=400)
+    num_again = engine.scheduler.stats().num_recomputed_tokens
+    assert sum(engine.num_computed.values()) == 4 * (8 + 24 - 1) + num_again
+
+
 def test_the_lowest_priority_and_youngest_is_preempted(make_engine):
     engine = make_engine(12, 4)
     for request_id, priority in (("urgent late", 0), ("old", 1), ("young", 1)):
