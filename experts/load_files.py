@@ -10,6 +10,7 @@ Our own, `.json` and `.npz` (there a section's field is named "placement.slots")
     steps, seconds [windows]
     rank_rows      [windows, layers, ranks]; 0 ranks where they are not known
     placement      as in `placement_files`, or null
+    windows_placed so many windows, the last, are under it; left out where that is not known
     cost           read_seconds, row_seconds, source, or null
     has_tokens     false where tokens are told from counts; else absent
 
@@ -108,6 +109,8 @@ def _values(recording: LoadRecording) -> dict[str, Any]:
         "placement": None if placement is None else placement_values(placement),
         "cost": None if cost is None else _cost_values(cost),
     }
+    if recording.windows_placed is not None:
+        values["windows_placed"] = recording.windows_placed
     return values if recording.has_tokens else values | {"has_tokens": False}
 
 
@@ -141,6 +144,9 @@ def _ours(document: Document) -> LoadRecording:
         seconds_W=seconds_W,
         rows_WLR=document.integers("rank_rows", (W, L, R)),
         placement=placement,
+        windows_placed=document.whole("windows_placed", most=W)
+        if "windows_placed" in document
+        else None,
         expert_bytes=document.whole("expert_bytes"),
         cost=_cost(document.section("cost")) if "cost" in document else None,
         has_tokens="has_tokens" not in document or document.get("has_tokens") is not False,

@@ -60,8 +60,9 @@ def split_copies(copies: Copies, max_experts: int) -> list[Copies]:
 
     A layer that exceeds that alone is a part of its own.
     """
-    layers = sorted({copy.layer for own in copies for copy in own})
-    sizes = [[sum(copy.layer == layer for copy in own) for own in copies] for layer in layers]
+    layers = layers_of(copies)
+    counts = [collections.Counter(copy.layer for copy in own) for own in copies]
+    sizes = [[count[layer] for count in counts] for layer in layers]
     parts: list[set[int]] = []
     filled: list[int] = []
     for layer, size in zip(layers, sizes, strict=True):

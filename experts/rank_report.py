@@ -5,6 +5,7 @@ All that is seconds is an estimate: `StepCost` on the rows of a mean step.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,14 @@ def count_moves(before: Placement, after: Placement) -> int:
 
 def rank_part(recording: LoadRecording, placement: Placement, source: str) -> dict[str, Any]:
     """The part "ranks" of the report; see `report`."""
-    predicted_LR = load_statistics.rank_loads(recording.counts_LE, placement)
-    measured_LR = recording.rows_WLR.sum(0)
+    placed = under_placement(recording)
+    measured_LR = placed.rows_WLR.sum(0)
     is_measured = (
         placement is recording.placement
         and bool(measured_LR.any())
-        and may_be_rows_of(recording, placement)
+        and may_be_rows_of(placed, placement)
     )
+    predicted_LR = load_statistics.rank_loads(recording.counts_LE, placement)
     load_LR = measured_LR if is_measured else predicted_LR
     even_L = load_statistics.balancedness(load_LR)
     return {
@@ -63,6 +65,23 @@ def rank_part(recording: LoadRecording, placement: Placement, source: str) -> di
         "balancedness": balancedness_part(even_L),
         "busiest": _busiest(load_LR),
     }
+
+
+def under_placement(recording: LoadRecording) -> LoadRecording:
+    """The windows that are known to be under its placement; all, where that is not known."""
+    windows = len(recording.steps_W)
+    count = windows if recording.windows_placed is None else recording.windows_placed
+    if count == windows:
+        return recording
+    first = windows - count
+    return dataclasses.replace(
+        recording,
+        counts_WCLE=recording.counts_WCLE[first:],
+        tokens_WC=recording.tokens_WC[first:],
+        steps_W=recording.steps_W[first:],
+        seconds_W=recording.seconds_W[first:],
+        rows_WLR=recording.rows_WLR[first:],
+    )
 
 
 def may_be_rows_of(recording: LoadRecording, placement: Placement) -> bool:

@@ -31,7 +31,8 @@ class LoadRecording:
     - `steps_W`, `seconds_W`: engine steps, and the time they took.
     - `rows_WLR`: rows that each rank's experts computed; R = 0 where that is not known (without
       expert parallelism, or a file that does not tell).
-    - `placement` at the end; None where it is not known.
+    - `placement` at the end; None where it is not known. `windows_placed`: so many windows, the
+      last ones, are under it from their first step; None where experts may have moved meanwhile.
     - `expert_bytes`: weights of one expert of one layer; 0 where that is not known.
     - `cost`: what rows cost on the machine that served; None where it is not known.
     """
@@ -44,6 +45,7 @@ class LoadRecording:
     seconds_W: npt.NDArray[np.float64]
     rows_WLR: Ints
     placement: Placement | None = None
+    windows_placed: int | None = None
     expert_bytes: int = 0
     cost: StepCost | None = None
     has_tokens: bool = True
@@ -53,6 +55,7 @@ class LoadRecording:
         assert phases == len(PHASES) and self.tokens_WC.shape == (windows, phases)
         assert self.steps_W.shape == self.seconds_W.shape == (windows,)
         assert self.rows_WLR.shape[:2] == (windows, layers)
+        assert self.windows_placed is None or 0 <= self.windows_placed <= windows
 
     @property
     def num_layers(self) -> int:

@@ -24,6 +24,7 @@ def join(recordings: Sequence[LoadRecording]) -> LoadRecording:
     has_rows = len(num_ranks) == 1
     return dataclasses.replace(
         last,
+        windows_placed=None,
         counts_WCLE=np.concatenate([recording.counts_WCLE for recording in recordings]),
         tokens_WC=np.concatenate([recording.tokens_WC for recording in recordings]),
         steps_W=np.concatenate([recording.steps_W for recording in recordings]),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_serve.batch import DECODE, PREFILL, RECOMPUTED
 from moe_serve.experts import load_statistics
 from moe_serve.experts.load import LoadCounts
 from moe_serve.experts.placement import Placement
@@ -67,6 +66,8 @@ class ExpertMonitor:
         self._last = read()
         # Of the slices in the window, and of all that it has passed.
         self._window = self._before = self._nothing()
+        # Of the steps since experts moved, while the window holds others too.
+        self._since_move: LoadSlice | None = None
         self._steps, self._seconds = 0, 0.0
         self._tokens_C = np.zeros(len(PHASES), dtype=np.int64)
 
@@ -79,7 +80,8 @@ class ExpertMonitor:
         """Collects every `COLLECT_STEPS`, or after `max_steps` where that is sooner."""
         self._steps += 1
         self._seconds += seconds
-        self._tokens_C += tokens_by_phase(plan)
+        for chunk in plan.chunks:
+            self._tokens_C += chunk.phase_lengths
         if self._steps >= min(COLLECT_STEPS, max_steps or COLLECT_STEPS):
             self.collect()
 
@@ -104,8 +106,19 @@ class ExpertMonitor:
             oldest = self._slices.popleft()
             self._before = add(self._before, oldest)
             self._window = subtract(self._window, oldest)
+        if self._since_move is not None:
+            self._since_move = add(self._since_move, part)
+            if self._since_move.steps >= self._window.steps:
+                self._since_move = None
         self.stats = self._make_stats()
         self.on_slice(part)
+
+    def note_move(self) -> None:
+        """Experts lie anew from the next step on: rows of ranks from before are those of another
+        placement. Loads of experts stay what they are.
+        """
+        self.collect()
+        self._since_move = self._nothing()
 
     def _keep(self, part: LoadSlice) -> None:
         """Short ones join: who asks for counts, or records short windows, makes many of them."""
@@ -120,8 +133,15 @@ class ExpertMonitor:
         return self._window
 
     def recording(self, placement: Placement | None) -> LoadRecording:
-        """All since the start, in two windows: the newest steps, and what was before them."""
-        return self.to_recording([self._before, self._window], placement)
+        """All since the start, in two windows: the newest steps, and what was before them; or in
+        three, where experts moved among the newest: the last one is what came after.
+        """
+        since_move = self._since_move
+        newest = [self._window]
+        if since_move is not None:
+            newest = [subtract(self._window, since_move), since_move]
+        recording = self.to_recording([self._before, *newest], placement)
+        return dataclasses.replace(recording, windows_placed=None if placement is None else 1)
 
     def to_recording(self, parts: list[LoadSlice], placement: Placement | None) -> LoadRecording:
         """Of slices, one a window; without any, of one window without steps."""
@@ -154,7 +174,8 @@ class ExpertMonitor:
         counts_LE = window.counts_LCE.sum(1)
         even_L, rows_of_ranks = np.ones(1), []
         if self.facts.has_rows:
-            even_L = load_statistics.balancedness(window.rows_LR)
+            under_placement = window if self._since_move is None else self._since_move
+            even_L = load_statistics.balancedness(under_placement.rows_LR)
             rows_of_ranks = self._last.rows_LR.sum(0).tolist()
         hottest = [k for k in HOT_COUNTS if k <= counts_LE.shape[1]]
         return ExpertStats(
@@ -164,18 +185,6 @@ class ExpertMonitor:
             hot_shares={k: float(load_statistics.hot_share(counts_LE, k).mean()) for k in hottest},
             rows_of_ranks=rows_of_ranks,
         )
-
-
-def tokens_by_phase(plan: StepPlan) -> Ints:
-    """[C]: the tokens of a step, counted from what is scheduled rather than by routers."""
-    tokens_C = np.zeros(len(PHASES), dtype=np.int64)
-    for chunk in plan.chunks:
-        first_new = chunk.start + chunk.num_recomputed
-        num_prompt = max(0, min(chunk.stop, chunk.request.num_prompt_tokens) - first_new)
-        tokens_C[RECOMPUTED] += chunk.num_recomputed
-        tokens_C[PREFILL] += num_prompt
-        tokens_C[DECODE] += chunk.stop - first_new - num_prompt
-    return tokens_C
 
 
 def add(first: LoadSlice, second: LoadSlice) -> LoadSlice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from moe_serve.rebalancer import ExpertMover, Rebalancer, RebalanceResult
 from moe_serve.step import ChunkResult, StepPlan
 
 logger = logging.getLogger(__name__)
+
+# Where steps wait for experts, between two looks at them.
+WAIT_SECONDS = 0.001
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots.
 
@@ -85,22 +89,27 @@ class ExpertService:
         rebalancer, interval = self.rebalancer, self._config.step_interval
         if rebalancer is None:
             return
-        rebalancer.advance()
+        self._advance(rebalancer)
         if interval and self._steps_since_rebalance >= interval and not rebalancer.is_busy:
             self._steps_since_rebalance = 0
             self._rebalance_by_itself(rebalancer)
-        if not self._config.use_async:
-            rebalancer.wait()
+        while rebalancer.is_busy and not self._config.use_async:
+            self._advance(rebalancer)
+            time.sleep(WAIT_SECONDS)
+
+    def _advance(self, rebalancer: Rebalancer) -> None:
+        placement = rebalancer.placement
+        rebalancer.advance()
+        if rebalancer.placement is not placement:
+            self.monitor.note_move()
 
     def _rebalance_by_itself(self, rebalancer: Rebalancer) -> None:
-        load_LE = self._recent_load()
-        try:
-            target = rebalancer.plan(load_LE)
-        except PlacementError as error:
+        def stay(error: PlacementError) -> None:
             # From where a file or a client has put the experts, max_moves may not reach the goal.
             logger.warning("experts stay where they are: %s", error)
-            return
-        rebalancer.start(target, load_LE, min_gain=self._config.min_gain)
+
+        load_LE, min_gain = self._recent_load(), self._config.min_gain
+        rebalancer.start_by_load(load_LE, on_refusal=stay, min_gain=min_gain)
 
     def after_step(self, plan: StepPlan, results: Sequence[ChunkResult], seconds: float) -> None:
         """To be called before the scheduler applies the results."""
@@ -194,14 +203,21 @@ class ExpertService:
         rebalancer = self.rebalancer
         if rebalancer is None:
             raise PlacementError("experts stay where they are without --enable-eplb")
-        # Before a plan, for which all requests wait.
-        rebalancer.check_idle()
-        load_LE = self._recent_load()
+
+        def on_result(result: RebalanceResult) -> None:
+            self._tell(message.call_id, result)
+
         if message.slots is None:
-            target = rebalancer.plan(load_LE, message.max_moves)
+            rebalancer.start_by_load(
+                self._recent_load(),
+                on_result,
+                lambda error: self._refuse(message.call_id, error),
+                max_moves=message.max_moves,
+            )
         else:
+            rebalancer.check_idle()
             target = self._read_slots(message.slots, rebalancer.placement)
-        rebalancer.start(target, load_LE, lambda result: self._tell(message.call_id, result))
+            rebalancer.start(target, self._recent_load(), on_result)
 
     def _tell(self, call_id: int, result: RebalanceResult) -> None:
         if result.outcome == "failed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
@@ -66,6 +67,7 @@ class RebalanceResult:
 
 
 OnResult = Callable[[RebalanceResult], None]
+OnRefusal = Callable[[PlacementError], None]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -82,6 +84,39 @@ class _Job:
     next_poll: float = 0.0
     num_bytes: int = 0
     layers: list[int] = dataclasses.field(default_factory=list)
+
+
+class _Planning:
+    """A placement that is looked for in a thread of its own."""
+
+    def __init__(
+        self, plan: Callable[[], Placement], go: Callable[[Placement], None], on_refusal: OnRefusal
+    ) -> None:
+        self._go, self._on_refusal = go, on_refusal
+        self._found: Placement | Exception | None = None
+        self._thread = threading.Thread(target=self._look, args=(plan,), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._found is not None
+
+    def end(self) -> None:
+        """In the loop's own thread. Raises what is no refusal, which is a fault of ours."""
+        found = self._found
+        assert found is not None
+        if isinstance(found, PlacementError):
+            self._on_refusal(found)
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            self._go(found)
+
+    def _look(self, plan: Callable[[], Placement]) -> None:
+        try:
+            self._found = plan()
+        except Exception as error:
+            self._found = error
 
 
 class Rebalancer:
@@ -108,15 +143,16 @@ class Rebalancer:
         self._config = config
         self._max_staged = max(1, config.staging_mib * 2**20 // max(1, expert_bytes))
         self._clock = clock
+        self._planning: _Planning | None = None
         self._job: _Job | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._job is not None
+        return self._planning is not None or self._job is not None
 
     def check_idle(self) -> None:
         """Raises `PlacementError` while a rebalance is on its way."""
-        if self._job is not None:
+        if self.is_busy:
             raise PlacementError("experts are being moved already; wait until that is done")
 
     def plan(self, load_LE: Ints, max_moves: int | None = None) -> Placement:
@@ -133,6 +169,27 @@ class Rebalancer:
             for each in (self.placement, target)
         )
         return before, after
+
+    def start_by_load(
+        self,
+        load_LE: Ints,
+        on_result: OnResult = lambda result: None,
+        on_refusal: OnRefusal = lambda error: None,
+        *,
+        max_moves: int | None = None,
+        min_gain: float | None = None,
+    ) -> None:
+        """Go where `plan` says, which is found in a thread of its own: for many layers that takes
+        tenths of a second. What cannot be is told to `on_refusal`, by `advance`.
+
+        Raises `PlacementError` while another one is on its way.
+        """
+        self.check_idle()
+
+        def go(target: Placement) -> None:
+            self.start(target, load_LE, on_result, min_gain=min_gain)
+
+        self._planning = _Planning(lambda: self.plan(load_LE, max_moves), go, on_refusal)
 
     def start(
         self,
@@ -183,6 +240,10 @@ class Rebalancer:
 
     def advance(self) -> None:
         """Between two steps: look how far the ranks are, and switch what is ready."""
+        planning = self._planning
+        if planning is not None and planning.is_done:
+            self._planning = None
+            planning.end()
         job = self._job
         if job is None or self._clock() < job.next_poll:
             return
@@ -201,7 +262,7 @@ class Rebalancer:
 
     def wait(self) -> None:
         """Go on until it is done, without a step."""
-        while self._job is not None:
+        while self.is_busy:
             self.advance()
             time.sleep(POLL_SECONDS / 10)
 

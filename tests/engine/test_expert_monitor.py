@@ -9,6 +9,7 @@ import pytest
 
 from moe_serve.expert_monitor import COLLECT_STEPS, MANY_SLICES, ExpertMonitor, ModelFacts
 from moe_serve.experts.load import LoadCounts
+from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import PHASES
 from moe_serve.step import StepPlan
 
@@ -51,3 +52,30 @@ def test_a_window_has_its_length_and_few_slices_however_often_it_is_asked(
         recording = monitor.recording(None)
         assert (recording.counts_LE == len(PHASES) * ranks.num_steps).all()
         assert recording.steps_W.tolist() == [ranks.num_steps - window.steps, window.steps]
+
+
+def test_rows_from_before_a_move_are_kept_apart_until_the_window_has_passed_them() -> None:
+    ranks = Ranks(100)
+    monitor, placement = ranks.monitor, Placement.make(2, 3, 2)
+
+    def lengths() -> tuple[list[int], int | None]:
+        recording = monitor.recording(placement)
+        assert recording.num_steps == monitor.window.steps + recording.steps_W[0]
+        assert (recording.rows_WLR[-1] == recording.steps_W[-1]).all()
+        return recording.steps_W.tolist(), recording.windows_placed
+
+    ranks.run(64)
+    assert lengths() == ([0, 64], 1)
+    ranks.run(7)
+    # What was not collected yet belongs to the placement before.
+    monitor.note_move()
+    assert lengths() == ([0, 71, 0], 1)
+    ranks.run(32)
+    assert lengths() == ([0, 71, 32], 1) and monitor.stats is not None
+    monitor.note_move()
+    ranks.run(32)
+    before, rest, since = lengths()[0]
+    assert (since, before + rest) == (32, 103)
+    ranks.run(96)
+    assert lengths() == ([103, 128], 1)
+    assert monitor.recording(None).windows_placed is None

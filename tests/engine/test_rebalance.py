@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -485,6 +486,48 @@ def test_what_gains_too_little_does_not_move() -> None:
     assert rebalancer.placement == target
     rebalancer.start(rebalancer.plan(load), load)
     assert rebalancer.outcomes == {"unneeded": 2, "done": 1}
+
+
+def test_a_placement_is_looked_for_while_steps_go_on() -> None:
+    rebalancer, now = make_rebalancer(FakeMover())
+    target, may_end = Placement.make(5, NUM_EXPERTS, 2, "round_robin", 2), threading.Event()
+
+    def slow_plan(*_: object) -> Placement:
+        assert may_end.wait(10)
+        return target
+
+    rebalancer.plan = slow_plan  # type: ignore[method-assign]
+    rebalancer.start_by_load(skewed_load(0))
+    for _ in range(3):
+        rebalancer.advance()
+    assert rebalancer.is_busy and not rebalancer.outcomes
+    with pytest.raises(PlacementError, match="already"):
+        rebalancer.start(target, None)
+    may_end.set()
+    while rebalancer.is_busy:
+        rebalancer.advance()
+        now[0] += 0.001
+        time.sleep(0.001)
+    assert rebalancer.placement == target and rebalancer.outcomes == {"done": 1}
+
+
+@pytest.mark.parametrize("error", [PlacementError("no room"), ZeroDivisionError("a fault")])
+def test_a_plan_that_fails_is_told_or_raised(error: Exception) -> None:
+    rebalancer, _ = make_rebalancer(FakeMover())
+
+    def fail(*_: object) -> Placement:
+        raise error
+
+    rebalancer.plan = fail  # type: ignore[method-assign]
+    refusals: list[PlacementError] = []
+    rebalancer.start_by_load(skewed_load(0), on_refusal=refusals.append)
+    if isinstance(error, PlacementError):
+        rebalancer.wait()
+        assert refusals == [error]
+    else:
+        with pytest.raises(ZeroDivisionError):
+            rebalancer.wait()
+    assert not rebalancer.is_busy
 
 
 @pytest.mark.parametrize("max_moves", [0, 1, 3, 7])

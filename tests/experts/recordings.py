@@ -104,6 +104,7 @@ def recordings(draw: st.DrawFn) -> LoadRecording:
         if has_ranks
         else np.zeros((W, L, 0), dtype=np.int64),
         placement=random_placement(1, L, E, num_ranks, spare) if has_ranks else None,
+        windows_placed=draw(st.none() | st.integers(0, W)),
         expert_bytes=draw(st.integers(0, 2**40)),
         cost=draw(
             st.none()

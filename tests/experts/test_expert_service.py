@@ -113,8 +113,9 @@ def test_a_goal_that_the_budget_does_not_reach_does_not_end_the_engine(
     """As after a placement by hand, of which each node has half of each group."""
     lopsided = Placement((LayerPlacement(((0, 1, 4, 5), (2, 3, 6, 7))),) * NUM_LAYERS)
     loop = Loop(
-        tmp_path, lopsided, Mover(), step_interval=1, num_nodes=2, num_groups=2, max_moves=1
-    )
+        tmp_path, lopsided, Mover(), step_interval=1, num_nodes=2, num_groups=2, max_moves=1,
+        use_async=False,
+    )  # fmt: skip
     caplog.set_level(logging.WARNING)
     for _ in range(3):
         loop.step()

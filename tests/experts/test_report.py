@@ -78,6 +78,18 @@ def test_rebalancing_by_hand() -> None:
     assert covering == more[1] | {"name": "balanced, any rank may be lost"}
 
 
+def test_only_rows_from_under_the_placement_are_its_load() -> None:
+    """Experts moved between the two windows."""
+    before, after = two_ranks(), two_ranks(rows_WLR=np.array([[[50, 30], [20, 60]]]))
+    before = two_ranks(rows_WLR=np.array([[[80, 0], [0, 80]]]))
+    both = dataclasses.replace(join([before, after]), rows_WLR=np.stack(
+        [before.rows_WLR[0], after.rows_WLR[0]]), windows_placed=1)  # fmt: skip
+    ranks = build_report(both)["ranks"]
+    assert (ranks["source"], ranks["load"]) == ("measured", [[50, 30], [20, 60]])
+    none = build_report(dataclasses.replace(both, windows_placed=0))["ranks"]
+    assert (none["source"], none["load"]) == ("predicted", [[100, 60], [40, 120]])
+
+
 def test_what_is_lost_with_a_rank() -> None:
     counts_LE = [[9, 1, 1, 1], [1, 1, 1, 1]]
     # Expert 0 of the first layer has a copy; the second layer has none of 3.
