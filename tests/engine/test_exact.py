@@ -104,9 +104,9 @@ def test_every_routed_token_is_counted_once(alone: Alone) -> None:
         scheduled = 0
         schedule = llm.engine.scheduler.schedule
 
-        def counted() -> object:
+        def counted(**options: bool) -> object:
             nonlocal scheduled
-            plan = schedule()
+            plan = schedule(**options)
             scheduled += plan.num_tokens if plan is not None else 0
             return plan
 
