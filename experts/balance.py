@@ -1,11 +1,11 @@
 """Which expert lies in which slot, so that ranks carry alike. Pure.
 
-Replicas go to the experts that carry most (experts/replication.py), the heaviest replica to the
-lightest rank (experts/packing.py), and small changes follow until none helps
-(experts/local_search.py). The first two are what DeepSeek published as EPLB
+Replicas go to the experts that carry most (balancing/replication.py), the heaviest replica to the
+lightest rank (balancing/packing.py), and small changes follow until none helps
+(balancing/local_search.py). The first two are what DeepSeek published as EPLB
 (github.com/deepseek-ai/EPLB), except that no rank gets an expert twice; the third makes up for what
 a greedy choice misses. What that algorithm reaches is a bar that uneven layers are tried again for
-(experts/solve.py). It can stay out of reach, as a handful of experts on a few ranks may lie more
+(balancing/solve.py). It can stay out of reach, as a handful of experts on a few ranks may lie more
 evenly if one of them is on a rank twice. The same input gives the same placement on every machine.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.balance_goal import BalanceGoal, BalanceTask
-from moe_serve.experts.layer_loads import held_by
-from moe_serve.experts.node_groups import experts_of_nodes
-from moe_serve.experts.overlap import slots_in_order
+from moe_serve.experts.balancing.balance_goal import BalanceGoal, BalanceTask
+from moe_serve.experts.balancing.layer_loads import held_by
+from moe_serve.experts.balancing.node_groups import experts_of_nodes
+from moe_serve.experts.balancing.overlap import slots_in_order
+from moe_serve.experts.balancing.rebalance import rebalance
+from moe_serve.experts.balancing.solve import solve
 from moe_serve.experts.placement import Placement, slots_of_ranks
-from moe_serve.experts.rebalance import rebalance
-from moe_serve.experts.solve import solve
 from moe_serve.parallel.shard import split
 
 __all__ = ["BalanceGoal", "balance"]

@@ -232,6 +232,13 @@ class ServeConfig(EngineConfig):
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout} must be 0 or more")
         if not self.step_timeout > 0:
             raise ConfigError(f"--step-timeout {self.step_timeout} must be above 0")
+        if self.enable_eplb and not self.eplb.use_async:
+            # Steps wait for the transfer, and a step that takes so long counts as hung.
+            if self.eplb.transfer_timeout >= self.step_timeout:
+                raise ConfigError(
+                    f"--eplb-config transfer_timeout {self.eplb.transfer_timeout:g} with use_async "
+                    f"false must be below --step-timeout {self.step_timeout:g}"
+                )
         _check_at_least(self, 1, "max_queue_len", "max_choices")
         parse_bytes("max_body_bytes", self.max_body_bytes)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_serve.experts.balance_goal import BalanceGoal
+    from moe_serve.experts.balancing.balance_goal import BalanceGoal
 
 FLAG = "--eplb-config"
 # Of whole numbers: far beyond any use, and sums of them fit in 64 bits.
@@ -88,7 +88,7 @@ class EplbConfig:
     def goal(self, max_moves: int | None) -> BalanceGoal:
         """What each placement must keep to. `max_moves`: most slots that may change for it."""
         # Here: the HTTP side, which reads options too, needs no numpy for that.
-        from moe_serve.experts.balance_goal import BalanceGoal
+        from moe_serve.experts.balancing.balance_goal import BalanceGoal
 
         return BalanceGoal(
             num_nodes=self.num_nodes,

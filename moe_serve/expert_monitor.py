@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_serve.experts import load_statistics
+from moe_serve.experts.analysis import load_statistics
 from moe_serve.experts.load import LoadCounts
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import PHASES, Ints, LoadRecording

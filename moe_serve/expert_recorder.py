@@ -10,9 +10,9 @@ from typing import Any
 from moe_serve.count_recorder import CountRecorder
 from moe_serve.errors import RecordingError
 from moe_serve.expert_monitor import ExpertMonitor, LoadSlice
-from moe_serve.experts.load_files import write_load
+from moe_serve.experts.files.load_files import write_load
+from moe_serve.experts.files.route_files import write_routes
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.route_files import write_routes
 from moe_serve.route_recorder import RouteRecorder
 from moe_serve.step import ChunkResult, StepPlan
 

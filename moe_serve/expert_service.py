@@ -15,10 +15,10 @@ from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import MoeServeError, PlacementError, RecordingError
 from moe_serve.expert_monitor import ExpertMonitor, LoadSlice
 from moe_serve.expert_recorder import ExpertRecorder
-from moe_serve.experts.documents import plain
-from moe_serve.experts.load_files import to_json
+from moe_serve.experts.files.documents import plain
+from moe_serve.experts.files.load_files import to_json
+from moe_serve.experts.files.placement_files import placement_values
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.placement_files import placement_values
 from moe_serve.experts.recording import Ints
 from moe_serve.messages import (
     CallAnswer,

@@ -77,8 +77,8 @@ def _by_strategy(config: EngineConfig, sizes: _Sizes) -> Placement:
 
 def _read(config: EngineConfig, sizes: _Sizes) -> Placement:
     """From a placement, or by balancing a recorded load."""
-    from moe_serve.experts.load_files import read_load
-    from moe_serve.experts.placement_files import is_placement, read_placement
+    from moe_serve.experts.files.load_files import read_load
+    from moe_serve.experts.files.placement_files import is_placement, read_placement
 
     assert config.init_expert_location is not None
     path = Path(config.init_expert_location).expanduser()
@@ -115,7 +115,7 @@ def _read(config: EngineConfig, sizes: _Sizes) -> Placement:
 
 def _meets_goal(config: EngineConfig, placement: Placement) -> bool:
     """In all layers. Raises `ConfigError` where no placement on these ranks can."""
-    from moe_serve.experts.balance_goal import BalanceTask
+    from moe_serve.experts.balancing.balance_goal import BalanceTask
 
     num_experts, num_slots = placement.num_experts, placement.num_slots
     if config.eplb.cover_rank_loss and num_slots < 2 * num_experts:

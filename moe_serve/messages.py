@@ -40,14 +40,14 @@ class AbortRequests:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCall:
-    """What was counted so far: a load document, see `experts.load_files`."""
+    """What was counted so far: a load document, see `experts.files.load_files`."""
 
     call_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCall:
-    """Where the experts lie: a placement document, see `experts.placement_files`.
+    """Where the experts lie: a placement document, see `experts.files.placement_files`.
 
     `verify`: also whether all replicas of each expert have the same weights on all ranks.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_serve.experts.migration import ExpertCopy
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.staging import ExpertStaging
 from moe_serve.experts.placement import LayerPlacement
-from moe_serve.experts.staging import ExpertStaging
 from moe_serve.layers.moe import MoE
 from moe_serve.models.decoder import Decoder
 from moe_serve.parallel.world import World, own_address

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_serve.experts.migration import ExpertCopy
+from moe_serve.experts.moving.migration import ExpertCopy
 from moe_serve.messages import Shutdown
 from moe_serve.step import ChunkResult
 from moe_serve.step_codec import StepMessage

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from moe_serve.errors import EngineDeadError, LogitsError, MoeServeError, NoTokenLeftError
 from moe_serve.experts.load import LoadCounts
-from moe_serve.experts.migration import Copies
+from moe_serve.experts.moving.migration import Copies
 from moe_serve.experts.placement import Placement
 from moe_serve.load_display import LoadDisplay
 from moe_serve.model_runner import ModelRunner, StepResult

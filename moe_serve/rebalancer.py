@@ -12,9 +12,15 @@ from typing import Literal, Protocol, runtime_checkable
 
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import PlacementError
-from moe_serve.experts import load_statistics
+from moe_serve.experts.analysis import load_statistics
 from moe_serve.experts.balance import balance
-from moe_serve.experts.migration import Copies, layers_of, plan_copies, replaced, split_copies
+from moe_serve.experts.moving.migration import (
+    Copies,
+    layers_of,
+    plan_copies,
+    replaced,
+    split_copies,
+)
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import Ints
 from moe_serve.rank_messages import Staging

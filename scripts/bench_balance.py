@@ -35,8 +35,8 @@ from balance_bench.compare import Case, Floats, Result, compare
 from balance_bench.loads import LoadSet, recorded_sets, zipf_set
 from balance_bench.published import matches_worked_example
 
+from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.load_statistics import balancedness, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
 
 COLUMNS = (

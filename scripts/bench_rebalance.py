@@ -16,9 +16,9 @@ import time
 import numpy as np
 
 from moe_serve import LLM, SamplingParams
-from moe_serve.experts.load_statistics import balancedness, rank_loads
+from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
+from moe_serve.experts.analysis.rank_report import expert_seconds
 from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.rank_report import expert_seconds
 from moe_serve.experts.recording import Ints
 
 TEXT = (

@@ -1,4 +1,4 @@
-"""What moving experts between two processes of this machine costs (experts/staging.py).
+"""What moving experts between two processes of this machine costs (experts/moving/staging.py).
 
     .venv/bin/python scripts/bench_transfer.py [--mb 2,40] [--total-mb 640] [--rounds 7]
 
@@ -32,9 +32,9 @@ import zmq
 from torch import multiprocessing
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.checksum import checksum
-from moe_serve.experts.migration import ExpertCopy
-from moe_serve.experts.staging import ExpertStaging
+from moe_serve.experts.moving.checksum import checksum
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.staging import ExpertStaging
 
 LOOPBACK = "127.0.0.1"
 HIDDEN = 2048

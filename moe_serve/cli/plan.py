@@ -15,10 +15,10 @@ from moe_serve.errors import ConfigError, RecordingError
 from moe_serve.option_parser import OptionParser
 
 if TYPE_CHECKING:
-    from moe_serve.experts.hardware import Hardware
-    from moe_serve.experts.plan import Layout
+    from moe_serve.experts.analysis.hardware import Hardware
+    from moe_serve.experts.analysis.plan import Layout
+    from moe_serve.experts.analysis.step_time import TimeModel
     from moe_serve.experts.recording import Ints, RouteRecording
-    from moe_serve.experts.step_time import TimeModel
 
 BATCH_TOKENS = 2048
 EP_SIZES = "2,4,8"
@@ -41,8 +41,8 @@ balanced for the trace itself show the best case; --balance-by takes an earlier 
 def run(argv: Sequence[str], *, prog: str) -> int:
     """Print the plan; returns the exit code."""
     options = _parser(prog).parse(argv)
-    from moe_serve.experts.placement_files import write_placement
-    from moe_serve.experts.plan import make_plan
+    from moe_serve.experts.analysis.plan import make_plan
+    from moe_serve.experts.files.placement_files import write_placement
     from moe_serve.reports.plan_table import plan_table, plan_values
 
     model = _model(options)
@@ -74,8 +74,8 @@ def run(argv: Sequence[str], *, prog: str) -> int:
 
 
 def _parser(prog: str) -> OptionParser:
-    from moe_serve.experts.expert_shape import ROW_BYTES
-    from moe_serve.experts.hardware import PRESETS
+    from moe_serve.experts.analysis.expert_shape import ROW_BYTES
+    from moe_serve.experts.analysis.hardware import PRESETS
 
     parser = OptionParser(
         prog=prog,
@@ -107,8 +107,8 @@ def _parser(prog: str) -> OptionParser:
 
 def _model(options: argparse.Namespace) -> TimeModel | None:
     """None without --config; then nothing may be told of the machine either."""
-    from moe_serve.experts.expert_shape import ROW_BYTES, read_shape
-    from moe_serve.experts.step_time import TimeModel
+    from moe_serve.experts.analysis.expert_shape import ROW_BYTES, read_shape
+    from moe_serve.experts.analysis.step_time import TimeModel
 
     if options.config is None:
         for name in ("dtype", "hardware", *_OVERRIDES):
@@ -122,7 +122,7 @@ def _model(options: argparse.Namespace) -> TimeModel | None:
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
-    from moe_serve.experts.hardware import PRESETS
+    from moe_serve.experts.analysis.hardware import PRESETS
 
     name = options.hardware or HARDWARE
     if name not in PRESETS:
@@ -138,8 +138,8 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _routes(options: argparse.Namespace, model: TimeModel | None) -> RouteRecording:
-    from moe_serve.experts.plan import check_shape
-    from moe_serve.experts.route_files import read_routes
+    from moe_serve.experts.analysis.plan import check_shape
+    from moe_serve.experts.files.route_files import read_routes
 
     routes = read_routes(options.trace)
     if not routes.num_tokens:
@@ -156,8 +156,8 @@ def _routes(options: argparse.Namespace, model: TimeModel | None) -> RouteRecord
 
 def _layouts(options: argparse.Namespace, routes: RouteRecording) -> list[Layout]:
     """The named ones first, then the file's."""
-    from moe_serve.experts.placement_files import read_placement
-    from moe_serve.experts.plan import Layout, make_layouts
+    from moe_serve.experts.analysis.plan import Layout, make_layouts
+    from moe_serve.experts.files.placement_files import read_placement
 
     rank_counts = _whole_numbers("--ep", options.ep or EP_SIZES, least=1)
     redundant = _whole_numbers("--redundant", options.redundant or "0", least=0)
@@ -184,8 +184,8 @@ def _load(options: argparse.Namespace, routes: RouteRecording) -> Ints:
     """[L, E]: what balanced placements are made for."""
     if options.balance_by is None:
         return routes.counts_LE
-    from moe_serve.experts.load_files import read_load
-    from moe_serve.experts.route_files import is_routes, read_routes
+    from moe_serve.experts.files.load_files import read_load
+    from moe_serve.experts.files.route_files import is_routes, read_routes
 
     file = options.balance_by
     if is_routes(file):

@@ -75,8 +75,8 @@ def _count(text: str) -> int:
 
 def _read(file: str, values: Any, url: str) -> Placement:
     """The file's placement, for a server whose own is `values`."""
-    from moe_serve.experts.documents import Document
-    from moe_serve.experts.placement_files import placement_of, read_placement
+    from moe_serve.experts.files.documents import Document
+    from moe_serve.experts.files.placement_files import placement_of, read_placement
 
     now = placement_of(Document(values, f"{url}{PLACEMENT}"))
     placement = read_placement(

@@ -34,7 +34,7 @@ def run(argv: Sequence[str], *, prog: str) -> int:
     if options.phase not in PHASES:
         advice = closest(options.phase, PHASES)
         raise ConfigError(f"--phase {options.phase} must be one of {', '.join(PHASES)}{advice}")
-    from moe_serve.experts.report import build_report
+    from moe_serve.experts.analysis.report import build_report
 
     top_k = None if options.top_k is None else _whole("--top-k", options.top_k, least=1)
     recording = _recording(options, top_k)
@@ -100,7 +100,7 @@ def _whole(flag: str, text: str, least: int) -> int:
 
 
 def _recording(options: argparse.Namespace, top_k: int | None) -> LoadRecording:
-    from moe_serve.experts.selection import join, of_phase
+    from moe_serve.experts.analysis.selection import join, of_phase
 
     if bool(options.files) == (options.url is not None):
         raise ConfigError("give either recorded FILEs, or --url of a running server")
@@ -116,7 +116,7 @@ def _recording(options: argparse.Namespace, top_k: int | None) -> LoadRecording:
 
 
 def _baseline(options: argparse.Namespace, top_k: int | None) -> LoadRecording | None:
-    from moe_serve.experts.selection import of_phase
+    from moe_serve.experts.analysis.selection import of_phase
 
     if options.baseline is None:
         return None
@@ -125,15 +125,15 @@ def _baseline(options: argparse.Namespace, top_k: int | None) -> LoadRecording |
 
 
 def _read(file: str, top_k: int | None) -> LoadRecording:
-    from moe_serve.experts.load_files import read_load
-    from moe_serve.experts.route_files import is_routes, load_of, read_routes
+    from moe_serve.experts.files.load_files import read_load
+    from moe_serve.experts.files.route_files import is_routes, load_of, read_routes
 
     return load_of(read_routes(file)) if is_routes(file) else read_load(file, top_k=top_k)
 
 
 def _fetch(url: str, api_key: str | None) -> LoadRecording:
     """The load that a server tells. Raises `EngineError` where it does not answer."""
-    from moe_serve.experts.load_files import from_json
+    from moe_serve.experts.files.load_files import from_json
 
     values = ask(url, LOAD_PATH, api_key)
     return from_json(values, url.rstrip("/") + LOAD_PATH)

@@ -12,7 +12,7 @@ _PARTS = ("page.css", "page_tools.js", "page_map.js", "page.js")
 
 
 def render_page(report: dict[str, Any]) -> str:
-    """`report`: a document as in `experts.report`; the page holds it as JSON in #report."""
+    """`report`: a document as `build_report` makes it; the page holds it as JSON in #report."""
     values = {name: _file(name) for name in _PARTS}
     values["title"] = html.escape(f"Expert load of {report['model']}")
     values["report"] = _json(report)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from moe_serve.experts.plan import Outcome, Plan
-from moe_serve.experts.step_time import TimeModel
+from moe_serve.experts.analysis.plan import Outcome, Plan
+from moe_serve.experts.analysis.step_time import TimeModel
 from moe_serve.routing.traffic import BACKENDS
 
 _LABELS = ["EP", "redundant", "placement"]

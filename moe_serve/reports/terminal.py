@@ -29,7 +29,7 @@ _ROWS = 10
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """`report`: a document as in `experts.report`."""
+    """`report`: a document as in `experts.analysis.report`."""
     ranks = report["ranks"]
     sizes = (
         f"{report['num_layers']} MoE layers, {report['num_experts']} experts, "

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from balance_bench.loads import Loads, LoadSet
 from balance_bench.published import Slots, balance_published
+from moe_serve.experts.analysis.load_statistics import balancedness, count_slots, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.load_statistics import balancedness, count_slots, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks, rank by rank.

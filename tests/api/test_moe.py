@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from moe_serve.errors import EngineDeadError, RequestError, RequestFailedError
-from moe_serve.experts.documents import plain
-from moe_serve.experts.load_files import from_json, to_json
+from moe_serve.experts.analysis.report import build_report
+from moe_serve.experts.analysis.selection import of_phase
+from moe_serve.experts.files.documents import plain
+from moe_serve.experts.files.load_files import from_json, to_json
+from moe_serve.experts.files.placement_files import placement_values
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.placement_files import placement_values
 from moe_serve.experts.recording import LoadRecording
-from moe_serve.experts.report import build_report
-from moe_serve.experts.selection import of_phase
 from moe_serve.messages import LoadCall, PlacementCall, RebalanceCall, RecordCall
 
 PLACEMENT = Placement.make(3, 7, 2, num_redundant=3)

@@ -11,7 +11,7 @@ import pytest
 
 from moe_serve import cli
 from moe_serve.cli import main
-from moe_serve.experts.route_files import write_routes
+from moe_serve.experts.files.route_files import write_routes
 from tests.experts.recordings import random_routes
 
 

@@ -130,3 +130,12 @@ def test_redundant_experts_are_counted_once() -> None:
     )  # fmt: skip
     assert both.num_redundant_experts == 7
     assert EngineConfig(**PARALLEL, ep_num_redundant_experts=4).num_redundant_experts == 4
+
+
+def test_steps_do_not_wait_longer_for_experts_than_a_step_may_take() -> None:
+    options: dict[str, Any] = {"enable_expert_parallel": True, "enable_eplb": True}
+    late = '{"use_async": false, "transfer_timeout": 20}'
+    with pytest.raises(ConfigError, match=r"transfer_timeout 20 .* below --step-timeout 20"):
+        ServeConfig(**options, eplb_config=late, step_timeout=20)
+    assert ServeConfig(**options, eplb_config=late, step_timeout=20.5)
+    assert ServeConfig(**options, eplb_config=late.replace("false", "true"), step_timeout=20)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from moe_serve.cli import main
-from moe_serve.experts.documents import plain
-from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.placement_files import (
+from moe_serve.experts.files.documents import plain
+from moe_serve.experts.files.placement_files import (
     Style,
     placement_values,
     write_placement,
 )
+from moe_serve.experts.placement import LayerPlacement, Placement
 
 NOW = Placement.make(2, 4, 2)
 SWAPPED = Placement((LayerPlacement(((3, 1), (2, 0))),) * 2)

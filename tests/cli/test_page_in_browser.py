@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_serve.experts.analysis.report import build_report
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.report import build_report
 from moe_serve.reports.page import render_page
 from tests.experts.recordings import make_recording
 

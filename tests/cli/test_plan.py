@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from moe_serve.cli import main
+from moe_serve.experts.files.placement_files import read_placement, write_placement
+from moe_serve.experts.files.route_files import write_routes
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.placement_files import read_placement, write_placement
 from moe_serve.experts.recording import RouteRecording
-from moe_serve.experts.route_files import write_routes
 
 CONFIG = {"model_type": "tiny", "hidden_size": 64, "moe_intermediate_size": 16, "num_experts": 8,
           "num_experts_per_tok": 2, "num_hidden_layers": 3, "torch_dtype": "bfloat16"}  # fmt: skip

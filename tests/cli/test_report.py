@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from moe_serve.cli import main
-from moe_serve.experts.load_files import to_json, write_load
+from moe_serve.experts.analysis.report import build_report
+from moe_serve.experts.files.load_files import to_json, write_load
+from moe_serve.experts.files.route_files import write_routes
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.report import build_report
-from moe_serve.experts.route_files import write_routes
 from moe_serve.experts.step_cost import StepCost
 from moe_serve.reports.page import render_page
 from moe_serve.reports.terminal import print_report

@@ -12,8 +12,8 @@ import torch
 from moe_serve import ranked_executor
 from moe_serve.errors import EngineDeadError
 from moe_serve.experts.bank import ExpertBank
+from moe_serve.experts.moving.staging import ExpertStaging
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.staging import ExpertStaging
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.rank_messages import RankReady
 from moe_serve.ranked_executor import RankedExecutor

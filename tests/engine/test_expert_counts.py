@@ -142,7 +142,7 @@ def test_windows_slide_and_nothing_falls_out(folder: Path) -> None:
 
 
 def test_recorded_windows_are_as_long_as_asked_for(folder: Path, tmp_path: Path) -> None:
-    from moe_serve.experts.load_files import read_load
+    from moe_serve.experts.files.load_files import read_load
     from moe_serve.messages import RecordCall
 
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1}

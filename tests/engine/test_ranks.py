@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from moe_serve.config import EngineConfig
 from moe_serve.engine import Engine
 from moe_serve.engine_loader import load_engine
-from moe_serve.experts.route_files import load_of
+from moe_serve.experts.files.route_files import load_of
 from moe_serve.messages import AddRequest
 from moe_serve.parallel.degrees import local_seat
 from moe_serve.parallel.group import RankGroup

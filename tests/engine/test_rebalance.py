@@ -23,9 +23,9 @@ import zmq
 from moe_serve.engine import Engine
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import PlacementError
-from moe_serve.experts.expert_server import ExpertServer
-from moe_serve.experts.migration import Copies
-from moe_serve.experts.pieces import PieceHeader
+from moe_serve.experts.moving.expert_server import ExpertServer
+from moe_serve.experts.moving.migration import Copies
+from moe_serve.experts.moving.pieces import PieceHeader
 from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.messages import AddRequest, CallAnswer, PlacementCall, RebalanceCall
 from moe_serve.parallel.group import RankGroup

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.migration import ExpertCopy
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.staging import ExpertStaging
 from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.staging import ExpertStaging
 
 LOOPBACK = "127.0.0.1"
 # Nothing here takes that long, unless it hangs.

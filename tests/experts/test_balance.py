@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.errors import PlacementError
+from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.load_statistics import balancedness, rank_loads
 from moe_serve.experts.placement import Placement, slots_of_ranks
 
 # Shapes: L layers, E experts, R ranks, P slots.

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.load_statistics import balancedness, rank_loads
 
 # Shapes: L layers, E experts, R ranks, P slots.
 

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moe_serve.experts.analysis.load_statistics import rank_loads
 from moe_serve.experts.balance import balance
-from moe_serve.experts.layer_loads import LayerLoads
-from moe_serve.experts.load_statistics import rank_loads
-from moe_serve.experts.local_search import best_replacement, best_swap, improve
-from moe_serve.experts.move_budget import Option, choose
-from moe_serve.experts.packing import pack
-from moe_serve.experts.replication import replicate
+from moe_serve.experts.balancing.layer_loads import LayerLoads
+from moe_serve.experts.balancing.local_search import best_replacement, best_swap, improve
+from moe_serve.experts.balancing.move_budget import Option, choose
+from moe_serve.experts.balancing.packing import pack
+from moe_serve.experts.balancing.replication import replicate
 
 # Shapes: L layers, E experts, R ranks, P slots rank by rank.
 

@@ -13,9 +13,9 @@ import pytest
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.expert_monitor import ExpertMonitor, ModelFacts
 from moe_serve.expert_service import ExpertService
+from moe_serve.experts.files.load_files import read_load
 from moe_serve.experts.load import LoadCounts
-from moe_serve.experts.load_files import read_load
-from moe_serve.experts.migration import Copies
+from moe_serve.experts.moving.migration import Copies
 from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.experts.recording import PHASES
 from moe_serve.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import ConfigError
-from moe_serve.experts.expert_shape import ExpertShape, shape_of
+from moe_serve.experts.analysis.expert_shape import ExpertShape, shape_of
 
 CONFIGS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "configs"
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from moe_serve.errors import PlacementError, RecordingError
-from moe_serve.experts.load_files import from_json, read_load, to_json, write_load
+from moe_serve.experts.files.load_files import from_json, read_load, to_json, write_load
 from moe_serve.experts.recording import LoadRecording
 from moe_serve.experts.step_cost import StepCost
 from tests.experts.recordings import (
@@ -229,7 +229,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_load(from_json(good()), tmp_path / "load.npz")
-    monkeypatch.setattr("moe_serve.experts.documents.MAX_BYTES", 1000)
+    monkeypatch.setattr("moe_serve.experts.files.documents.MAX_BYTES", 1000)
     with pytest.raises(RecordingError, match=r"load\.npz unpacks to \d+ bytes; at most 1000"):
         read_load(tmp_path / "load.npz")
 

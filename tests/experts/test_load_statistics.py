@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from moe_serve.experts import load_statistics
+from moe_serve.experts.analysis import load_statistics
 from moe_serve.experts.placement import LayerPlacement, Placement
 
 loads = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 7, 17])).flatmap(

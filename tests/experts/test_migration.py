@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.experts.migration import (
+from moe_serve.experts.moving.migration import (
     Copies,
     ExpertCopy,
     layers_of,

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.errors import PlacementError, RecordingError
-from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.placement_files import (
+from moe_serve.experts.files.placement_files import (
     SUFFIXES,
     Style,
     is_placement,
@@ -22,6 +21,7 @@ from moe_serve.experts.placement_files import (
     read_placement,
     write_placement,
 )
+from moe_serve.experts.placement import LayerPlacement, Placement
 from tests.experts.recordings import data_file, make_recording, random_placement
 
 ALL = [(style, suffix) for style, suffixes in SUFFIXES.items() for suffix in suffixes]
@@ -171,7 +171,7 @@ def test_a_style_has_its_suffixes(tmp_path: Path) -> None:
 
 
 def test_a_load_is_no_placement(tmp_path: Path) -> None:
-    from moe_serve.experts.load_files import write_load
+    from moe_serve.experts.files.load_files import write_load
 
     for name in ("load.json", "load.npz", "load.pt"):
         write_load(make_recording([[1, 2]]), tmp_path / name)

@@ -12,19 +12,24 @@ import pytest
 import torch
 
 from moe_serve.errors import ConfigError, PlacementError
-from moe_serve.experts.expert_shape import ExpertShape
-from moe_serve.experts.hardware import PRESETS, Hardware
-from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.plan import (
+from moe_serve.experts.analysis.expert_shape import ExpertShape
+from moe_serve.experts.analysis.hardware import PRESETS, Hardware
+from moe_serve.experts.analysis.plan import (
     Layout,
     Plan,
     check_shape,
     make_layouts,
     make_plan,
 )
+from moe_serve.experts.analysis.replay import SlotTable, cut_steps, replay, sample_steps, step_group
+from moe_serve.experts.analysis.step_time import (
+    BreakEven,
+    ReplicaComparison,
+    TimeModel,
+    find_break_even,
+)
+from moe_serve.experts.placement import LayerPlacement, Placement
 from moe_serve.experts.recording import RouteRecording
-from moe_serve.experts.replay import SlotTable, cut_steps, replay, sample_steps, step_group
-from moe_serve.experts.step_time import BreakEven, ReplicaComparison, TimeModel, find_break_even
 from moe_serve.parallel.group import RankGroup
 from moe_serve.parallel.slices import TokenSlices
 from moe_serve.routing.backends import make_dispatcher
@@ -191,7 +196,7 @@ def test_every_choice_is_computed_once(
 
 
 def test_steps_are_cut_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_serve.experts.replay._CHUNK", 100)
+    monkeypatch.setattr("moe_serve.experts.analysis.replay._CHUNK", 100)
     ids_TLK = make_routes(41, 2, 6, 3).ids_TLK
     groups = list(cut_steps(ids_TLK, 7))
     assert [len(group) // 2 for group in groups] == [2, 2, 1, 1]

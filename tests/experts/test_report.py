@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from moe_serve.errors import PlacementError, RecordingError
-from moe_serve.experts.load_files import read_load, write_load
+from moe_serve.experts.analysis.rank_report import count_moves
+from moe_serve.experts.analysis.report import build_report
+from moe_serve.experts.analysis.selection import join, of_phase
+from moe_serve.experts.files.load_files import read_load, write_load
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.rank_report import count_moves
 from moe_serve.experts.recording import LoadRecording
-from moe_serve.experts.report import build_report
-from moe_serve.experts.selection import join, of_phase
 from moe_serve.experts.step_cost import StepCost
 from tests.experts.recordings import data_file, make_recording, recordings
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.errors import RecordingError
+from moe_serve.experts.files.route_files import is_routes, load_of, read_routes, write_routes
 from moe_serve.experts.recording import PHASES, RouteRecording
-from moe_serve.experts.route_files import is_routes, load_of, read_routes, write_routes
 from tests.experts.recordings import data_file, random_routes
 
 

@@ -15,13 +15,13 @@ import zmq
 from hypothesis import given, settings
 from torch import multiprocessing
 
-from moe_serve.experts import expert_fetch, expert_peer, expert_server, pieces
-from moe_serve.experts.expert_fetch import StagingState
-from moe_serve.experts.expert_server import ExpertServer
-from moe_serve.experts.migration import ExpertCopy, plan_copies
-from moe_serve.experts.pieces import PieceHeader
+from moe_serve.experts.moving import expert_fetch, expert_peer, expert_server, pieces
+from moe_serve.experts.moving.expert_fetch import StagingState
+from moe_serve.experts.moving.expert_server import ExpertServer
+from moe_serve.experts.moving.migration import ExpertCopy, plan_copies
+from moe_serve.experts.moving.pieces import PieceHeader
+from moe_serve.experts.moving.staging import ExpertStaging
 from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.staging import ExpertStaging
 from tests.experts.moves import (
     LOOPBACK,
     SOON,

@@ -13,12 +13,12 @@ import pytest
 import torch
 import zmq
 
-from moe_serve.experts import expert_fetch, expert_server
-from moe_serve.experts.checksum import checksum
-from moe_serve.experts.expert_fetch import ExpertFetch, ExpertSources
-from moe_serve.experts.expert_server import ExpertServer
-from moe_serve.experts.migration import ExpertCopy
-from moe_serve.experts.pieces import (
+from moe_serve.experts.moving import expert_fetch, expert_server
+from moe_serve.experts.moving.checksum import checksum
+from moe_serve.experts.moving.expert_fetch import ExpertFetch, ExpertSources
+from moe_serve.experts.moving.expert_server import ExpertServer
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.pieces import (
     PIECE_BYTES,
     PieceHeader,
     PieceRequest,
@@ -27,8 +27,8 @@ from moe_serve.experts.pieces import (
     encode,
     ranges,
 )
+from moe_serve.experts.moving.weights import expert_kind, expert_weights, host_bytes
 from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.weights import expert_kind, expert_weights, host_bytes
 from tests.experts.moves import LOOPBACK, SOON, make_banks, random_weights, wait_until
 
 PLACEMENT = Placement((LayerPlacement(((0, 1, 2),)),) * 2)

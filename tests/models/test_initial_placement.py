@@ -13,10 +13,10 @@ import torch
 
 from moe_serve.config import EngineConfig
 from moe_serve.errors import ConfigError
-from moe_serve.experts.load_files import write_load
-from moe_serve.experts.load_statistics import balancedness, rank_loads
+from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
+from moe_serve.experts.files.load_files import write_load
+from moe_serve.experts.files.placement_files import Style, write_placement
 from moe_serve.experts.placement import LayerPlacement, Placement
-from moe_serve.experts.placement_files import Style, write_placement
 from moe_serve.initial_placement import initial_placement
 from moe_serve.models.spec import (
     AttentionSpec,

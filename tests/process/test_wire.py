@@ -11,7 +11,7 @@ import pytest
 from moe_serve import listen, wire
 from moe_serve.banner import banner
 from moe_serve.errors import ConfigError
-from moe_serve.experts.migration import ExpertCopy
+from moe_serve.experts.moving.migration import ExpertCopy
 from moe_serve.messages import (
     AbortRequests,
     AddRequest,

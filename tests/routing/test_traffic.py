@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_serve.experts.analysis.replay import SlotTable
 from moe_serve.experts.placement import Placement
-from moe_serve.experts.replay import SlotTable
 from moe_serve.routing import traffic
 from moe_serve.routing.expert_map import ExpertMap
 from moe_serve.routing.packing import pack

@@ -23,10 +23,10 @@ import openai
 import pytest
 
 from moe_serve.cli import main
-from moe_serve.experts.load_files import from_json, read_load
+from moe_serve.experts.files.load_files import from_json, read_load
+from moe_serve.experts.files.route_files import read_routes
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import LoadRecording
-from moe_serve.experts.route_files import read_routes
 from tests.server.streams import Stream, wait_chunks, wait_ends
 
 pytestmark = pytest.mark.dist

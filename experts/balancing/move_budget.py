@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import PlacementError
-from moe_serve.experts.layer_loads import LayerLoads
-from moe_serve.experts.local_search import best_replacement, best_swap
+from moe_serve.experts.balancing.layer_loads import LayerLoads
+from moe_serve.experts.balancing.local_search import best_replacement, best_swap
 
 # Shapes: L MoE layers, A layers that take a step, E logical experts, R ranks, P slots rank by rank.
 

@@ -6,7 +6,7 @@ import zlib
 
 from torch import Tensor
 
-from moe_serve.experts.weights import host_bytes
+from moe_serve.experts.moving.weights import host_bytes
 
 
 def checksum(*tensors: Tensor) -> int:

@@ -29,8 +29,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from moe_serve.errors import PlacementError, RecordingError
-from moe_serve.experts.documents import Document, read_document, write_document
-from moe_serve.experts.load_statistics import replica_counts
+from moe_serve.experts.analysis.load_statistics import replica_counts
+from moe_serve.experts.files.documents import Document, read_document, write_document
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.recording import Ints
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.load_statistics import replica_counts
+from moe_serve.experts.analysis.load_statistics import replica_counts
 from moe_serve.experts.placement import Placement
 from moe_serve.routing.traffic import Flow, Ints, flow, home_ranks, turns
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_serve.errors import RecordingError
-from moe_serve.experts.documents import Document, read_document, write_document
+from moe_serve.experts.files.documents import Document, read_document, write_document
 from moe_serve.experts.recording import PHASES, Ints, LoadRecording, RouteRecording
 
 # Shapes: T tokens, L MoE layers, K top-k, E logical experts, C phases.

@@ -39,13 +39,13 @@ from typing import Any
 import numpy as np
 
 from moe_serve.errors import RecordingError
-from moe_serve.experts import load_statistics
-from moe_serve.experts.load_statistics import Floats
+from moe_serve.experts.analysis import load_statistics
+from moe_serve.experts.analysis.load_statistics import Floats
+from moe_serve.experts.analysis.rank_report import cost_part, rank_part, rebalancing_part
+from moe_serve.experts.analysis.report_summary import shares_evenly, summary
+from moe_serve.experts.analysis.selection import check_same_model
 from moe_serve.experts.placement import Placement, check_redundant
-from moe_serve.experts.rank_report import cost_part, rank_part, rebalancing_part
 from moe_serve.experts.recording import PHASES, LoadRecording
-from moe_serve.experts.report_summary import shares_evenly, summary
-from moe_serve.experts.selection import check_same_model
 
 # Shapes: W windows, C phases, L MoE layers, E logical experts.
 

@@ -13,13 +13,13 @@ from typing import Literal
 import numpy as np
 
 from moe_serve.errors import ConfigError
+from moe_serve.experts.analysis.expert_shape import ExpertShape
+from moe_serve.experts.analysis.load_statistics import balancedness, sum_by_rank
+from moe_serve.experts.analysis.replay import Replayed, SlotTable, cut_steps, replay, step_group
+from moe_serve.experts.analysis.step_time import BreakEven, ReplicaComparison, TimeModel
 from moe_serve.experts.balance import balance
-from moe_serve.experts.expert_shape import ExpertShape
-from moe_serve.experts.load_statistics import balancedness, sum_by_rank
 from moe_serve.experts.placement import Placement, check_redundant, slots_of_ranks
 from moe_serve.experts.recording import RouteRecording
-from moe_serve.experts.replay import Replayed, SlotTable, cut_steps, replay, step_group
-from moe_serve.experts.step_time import BreakEven, ReplicaComparison, TimeModel
 from moe_serve.routing.traffic import (
     BACKENDS,
     Ints,

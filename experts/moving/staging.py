@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import zmq
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.checksum import checksum
-from moe_serve.experts.expert_fetch import ExpertFetch, ExpertSources, StagingState
-from moe_serve.experts.expert_server import ExpertServer
-from moe_serve.experts.migration import ExpertCopy
-from moe_serve.experts.weights import expert_weights
+from moe_serve.experts.moving.checksum import checksum
+from moe_serve.experts.moving.expert_fetch import ExpertFetch, ExpertSources, StagingState
+from moe_serve.experts.moving.expert_server import ExpertServer
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.weights import expert_weights
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import zmq
 
-from moe_serve.experts.migration import ExpertCopy
-from moe_serve.experts.pieces import (
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.pieces import (
     PIECE_BYTES,
     PieceHeader,
     PieceRequest,
     decode_header,
     encode,
 )
-from moe_serve.experts.weights import Bytes
+from moe_serve.experts.moving.weights import Bytes
 
 # Pieces asked for at once: enough that neither the other rank nor the network idles.
 _WINDOW = 4

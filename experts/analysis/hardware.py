@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moe_serve.experts.expert_shape import ExpertShape
+from moe_serve.experts.analysis.expert_shape import ExpertShape
 from moe_serve.experts.step_cost import StepCost
 
 

@@ -15,10 +15,10 @@ import zmq
 from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.expert_peer import ExpertPeer, TransferError, WantedPiece, failed
-from moe_serve.experts.migration import ExpertCopy
-from moe_serve.experts.pieces import ranges
-from moe_serve.experts.weights import expert_kind, expert_weights, host_bytes, side_stream
+from moe_serve.experts.moving.expert_peer import ExpertPeer, TransferError, WantedPiece, failed
+from moe_serve.experts.moving.migration import ExpertCopy
+from moe_serve.experts.moving.pieces import ranges
+from moe_serve.experts.moving.weights import expert_kind, expert_weights, host_bytes, side_stream
 
 logger = logging.getLogger(__name__)
 

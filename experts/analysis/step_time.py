@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.expert_shape import ExpertShape
-from moe_serve.experts.hardware import Hardware
-from moe_serve.experts.replay import (
+from moe_serve.experts.analysis.expert_shape import ExpertShape
+from moe_serve.experts.analysis.hardware import Hardware
+from moe_serve.experts.analysis.replay import (
     Ids,
     Replayed,
     SlotTable,

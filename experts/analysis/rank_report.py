@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.experts import load_statistics
+from moe_serve.experts.analysis import load_statistics
+from moe_serve.experts.analysis.load_statistics import Floats
 from moe_serve.experts.balance import BalanceGoal, balance
-from moe_serve.experts.load_statistics import Floats
 from moe_serve.experts.placement import Placement, slots_of_ranks
 from moe_serve.experts.recording import LoadRecording
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.layer_loads import LayerLoads
-from moe_serve.experts.local_search import improve
-from moe_serve.experts.packing import pack
-from moe_serve.experts.replication import replicate
+from moe_serve.experts.balancing.layer_loads import LayerLoads
+from moe_serve.experts.balancing.local_search import improve
+from moe_serve.experts.balancing.packing import pack
+from moe_serve.experts.balancing.replication import replicate
 
 # Shapes: L MoE layers, A some of them, V tries, X tries of all of them, E logical experts, P slots
 # rank by rank.

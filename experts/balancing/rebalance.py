@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import PlacementError
-from moe_serve.experts.balance_goal import BalanceTask
-from moe_serve.experts.layer_loads import LayerLoads, held_by
-from moe_serve.experts.local_search import improve
-from moe_serve.experts.move_budget import Option, choose, steps_from
-from moe_serve.experts.overlap import num_moves, relabel, slots_like
+from moe_serve.experts.balancing.balance_goal import BalanceTask
+from moe_serve.experts.balancing.layer_loads import LayerLoads, held_by
+from moe_serve.experts.balancing.local_search import improve
+from moe_serve.experts.balancing.move_budget import Option, choose, steps_from
+from moe_serve.experts.balancing.overlap import num_moves, relabel, slots_like
 from moe_serve.experts.placement import Placement
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks, rank by rank, O options.

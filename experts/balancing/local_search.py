@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.layer_loads import LayerLoads
+from moe_serve.experts.balancing.layer_loads import LayerLoads
 
 # Shapes: A layers that take a step, E logical experts, R ranks, P slots rank by rank, S slots of
 # the rank that has most, Q slots of the ranks to swap with, M slots whose expert has replicas to

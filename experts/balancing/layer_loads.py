@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.load_statistics import count_slots
+from moe_serve.experts.analysis.load_statistics import count_slots
 
 # Shapes: L MoE layers, A some of them, E logical experts, R ranks, P slots rank by rank, S slots of
 # the rank that has most.

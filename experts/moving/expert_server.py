@@ -15,13 +15,13 @@ import torch
 import zmq
 
 from moe_serve.experts.bank import ExpertBank
-from moe_serve.experts.pieces import (
+from moe_serve.experts.moving.pieces import (
     PieceHeader,
     PieceRequest,
     decode_request,
     encode,
 )
-from moe_serve.experts.weights import (
+from moe_serve.experts.moving.weights import (
     expert_kind,
     expert_weights,
     flat_bytes,

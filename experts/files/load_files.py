@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.experts.documents import Document, plain, read_document, write_document
-from moe_serve.experts.placement_files import placement_of, placement_values
+from moe_serve.experts.files.documents import Document, plain, read_document, write_document
+from moe_serve.experts.files.placement_files import placement_of, placement_values
 from moe_serve.experts.recording import PHASES, Ints, LoadRecording
 from moe_serve.experts.step_cost import StepCost
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.layer_loads import LayerLoads
-from moe_serve.experts.local_search import improve
-from moe_serve.experts.packing import pack
+from moe_serve.experts.balancing.layer_loads import LayerLoads
+from moe_serve.experts.balancing.local_search import improve
+from moe_serve.experts.balancing.packing import pack
 
 # Shapes: L MoE layers, E logical experts, G groups of equal size, N nodes, X experts of a node,
 # R ranks.

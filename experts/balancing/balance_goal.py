@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import PlacementError
-from moe_serve.experts.layer_loads import LayerLoads, held_by, whole_loads
-from moe_serve.experts.load_statistics import count_slots
-from moe_serve.experts.node_groups import node_of_experts
+from moe_serve.experts.analysis.load_statistics import count_slots
+from moe_serve.experts.balancing.layer_loads import LayerLoads, held_by, whole_loads
+from moe_serve.experts.balancing.node_groups import node_of_experts
 
 # Shapes: L MoE layers, E logical experts, R ranks, P slots of all ranks, rank by rank.
 

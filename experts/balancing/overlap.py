@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.experts.layer_loads import held_by
+from moe_serve.experts.balancing.layer_loads import held_by
 
 # Shapes: L MoE layers, E logical experts, R ranks, N nodes, P slots rank by rank, B bins (ranks or
 # nodes).

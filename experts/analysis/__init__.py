@@ -1,0 +1,1 @@
+"""What loads tell: the report on what was, the plan of what would be."""

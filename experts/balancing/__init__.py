@@ -1,0 +1,1 @@
+"""How `experts.balance` finds a placement."""

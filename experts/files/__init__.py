@@ -1,0 +1,1 @@
+"""Loads, routes and placements as files: ours, and those of other engines."""

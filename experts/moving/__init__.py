@@ -1,0 +1,1 @@
+"""Weights of experts on their way between ranks."""
