@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_serve.config import EngineConfig
+from moe_serve.config import EngineConfig, ServeConfig
 from moe_serve.eplb_config import EplbConfig
 from moe_serve.errors import ConfigError
 
