@@ -28,7 +28,7 @@ from moe_serve.rank_messages import Staging
 logger = logging.getLogger(__name__)
 
 # Between two questions to the ranks of how far they are; each is a round trip between steps.
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.005
 
 Outcome = Literal["done", "unneeded", "failed"]
 

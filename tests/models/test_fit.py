@@ -151,7 +151,7 @@ def test_experts_need_not_divide_by_ranks(experts: int, data_size: int) -> None:
     ]
     for layout in layouts:
         check_fit(decoder(experts=experts, inner=33), layout)
-    counts = [len(ModelShard(layout=layout).experts(experts)) for layout in layouts]
+    counts = [len(ModelShard(layout=layout).experts(0, experts)) for layout in layouts]
     assert sum(counts) == experts and max(counts) - min(counts) <= 1
 
 
