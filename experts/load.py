@@ -51,7 +51,7 @@ class ExpertLoad:
     - `counts_LCE`: choices by its router, of the tokens whose home it is. Every routed token is
       counted once: over all ranks, each layer and phase sums to tokens x top_k.
     - `rows_L`: rows that its experts computed, for tokens of any rank. Over all ranks they sum to
-      the same. Where experts are split over ranks it stays 0: each rank computes a part of all.
+      the same. Where whole experts are not spread over ranks it stays 0.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:

@@ -24,16 +24,18 @@ NUM_TOKENS = 97
 @contextlib.contextmanager
 def without_counting(llm: LLM) -> Iterator[None]:
     """Nothing is collected. On one rank, routers count nothing either."""
-    monitor, runner = llm.engine.experts.monitor, llm.engine.executor.runner
-    after_step, load = monitor.after_step, runner.load
+    monitor, model = llm.engine.experts.monitor, llm.engine.executor.runner.model
+    after_step, forward = monitor.after_step, model.forward
     monitor.after_step = lambda *args, **options: None  # type: ignore[method-assign]
     if llm.config.tensor_parallel_size is None:
-        runner.load = None  # type: ignore[assignment]
+        model.forward = (  # type: ignore[method-assign]
+            lambda ids, context, kv, load, *rest: forward(ids, context, kv, None, *rest)
+        )
     try:
         yield
     finally:
         monitor.after_step = after_step  # type: ignore[method-assign]
-        runner.load = load
+        model.forward = forward  # type: ignore[method-assign]
 
 
 def seconds(llm: LLM) -> float:

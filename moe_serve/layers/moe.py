@@ -117,7 +117,8 @@ class MoE(nn.Module):
         load_CE = rows_1 = None
         if load is not None:
             load_CE = load.counts_LCE[self.moe_index]
-            rows_1 = load.rows_L[self.moe_index : self.moe_index + 1]
+            if self._ranks.layout.expert_size > 1:
+                rows_1 = load.rows_L[self.moe_index : self.moe_index + 1]
         routing = self.router(x_TD, load_CE, tokens.phases_T, tokens.num_valid_1)
         if tokens.routes_LtK is not None:
             tokens.routes_LtK[self.moe_index, : x_TD.shape[0]] = routing.ids_TK
