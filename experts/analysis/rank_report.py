@@ -21,7 +21,7 @@ from moe_serve.experts.recording import LoadRecording
 # Slots that each rank might have more.
 MORE_SLOTS = (1, 2, 4)
 # Every expert on two ranks at least: what it costs to lose none with a rank.
-COVERING = "balanced, any rank may be lost"
+COVERING = "each expert on 2 ranks"
 
 
 def expert_seconds(recording: LoadRecording, placement: Placement) -> Floats | None:

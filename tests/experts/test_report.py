@@ -75,7 +75,7 @@ def test_rebalancing_by_hand() -> None:
     assert more[1]["balancedness_min"] == pytest.approx(1)
     assert more[1]["moves"] == 8
     # Two ranks can only lose one if each holds every expert.
-    assert covering == more[1] | {"name": "balanced, any rank may be lost"}
+    assert covering == more[1] | {"name": "each expert on 2 ranks"}
 
 
 def test_only_rows_from_under_the_placement_are_its_load() -> None:
@@ -98,7 +98,7 @@ def test_what_is_lost_with_a_rank() -> None:
     report = build_report(make_recording(counts_LE, placement=placement))
     assert report["ranks"]["sole_experts"] == [2, 2]
     covering = report["rebalancing"][-1]
-    assert (covering["num_slots"], covering["name"]) == (8, "balanced, any rank may be lost")
+    assert (covering["num_slots"], covering["name"]) == (8, "each expert on 2 ranks")
 
 
 def test_moves_are_experts_that_a_rank_lacks() -> None:
