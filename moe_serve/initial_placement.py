@@ -10,6 +10,10 @@ import numpy as np
 from moe_serve.config import EngineConfig, flag
 from moe_serve.eplb_config import FLAG
 from moe_serve.errors import ConfigError, MoeServeError, PlacementError
+from moe_serve.experts.balance import balance
+from moe_serve.experts.balancing.balance_goal import BalanceTask
+from moe_serve.experts.files.load_files import read_load
+from moe_serve.experts.files.placement_files import is_placement, read_placement
 from moe_serve.experts.placement import Placement, check_redundant, slots_of_ranks
 from moe_serve.experts.recording import Ints
 from moe_serve.models.spec import DecoderSpec
@@ -77,9 +81,6 @@ def _by_strategy(config: EngineConfig, sizes: _Sizes) -> Placement:
 
 def _read(config: EngineConfig, sizes: _Sizes) -> Placement:
     """From a placement, or by balancing a recorded load."""
-    from moe_serve.experts.files.load_files import read_load
-    from moe_serve.experts.files.placement_files import is_placement, read_placement
-
     assert config.init_expert_location is not None
     path = Path(config.init_expert_location).expanduser()
     where = f"--init-expert-location {path}"
@@ -115,8 +116,6 @@ def _read(config: EngineConfig, sizes: _Sizes) -> Placement:
 
 def _meets_goal(config: EngineConfig, placement: Placement) -> bool:
     """In all layers. Raises `ConfigError` where no placement on these ranks can."""
-    from moe_serve.experts.balancing.balance_goal import BalanceTask
-
     num_experts, num_slots = placement.num_experts, placement.num_slots
     if config.eplb.cover_rank_loss and num_slots < 2 * num_experts:
         raise ConfigError(
@@ -134,8 +133,6 @@ def _meets_goal(config: EngineConfig, placement: Placement) -> bool:
 
 def _balanced(config: EngineConfig, load_LE: Ints, sizes: _Sizes) -> Placement:
     """For that load, the goal being met. Raises `PlacementError` where it cannot be."""
-    from moe_serve.experts.balance import balance
-
     num_slots = sizes.num_experts + config.num_redundant_experts
     goal = config.eplb.goal(None)
     return balance(load_LE, slots_of_ranks(num_slots, sizes.num_ranks), goal=goal)
