@@ -145,7 +145,7 @@ def _choice(request: Request, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _make_report(values: dict[str, Any], phase: str, kind: str) -> str | dict[str, Any]:
-    # Here: the server needs numpy for nothing else.
+    # Here: a server that nobody asks for a report needs no balancer and no page.
     from moe_serve.experts.analysis.report import build_report
     from moe_serve.experts.analysis.selection import of_phase
     from moe_serve.experts.files.load_files import from_json
