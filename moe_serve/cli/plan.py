@@ -9,15 +9,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from moe_serve.errors import ConfigError, RecordingError
-from moe_serve.option_parser import OptionParser
+from moe_serve.option_parser import OptionParser, closest
 
 if TYPE_CHECKING:
     from moe_serve.experts.analysis.hardware import Hardware
     from moe_serve.experts.analysis.plan import Layout
     from moe_serve.experts.analysis.step_time import TimeModel
+    from moe_serve.experts.files.placement_files import Style
     from moe_serve.experts.recording import Ints, RouteRecording
 
 BATCH_TOKENS = 2048
@@ -45,7 +46,7 @@ def run(argv: Sequence[str], *, prog: str) -> int:
     from moe_serve.experts.files.placement_files import write_placement
     from moe_serve.reports.plan_table import plan_table, plan_values
 
-    model = _model(options)
+    style, model = _style(options), _model(options)
     routes = _routes(options, model)
     layouts = _layouts(options, routes)
     with _progress(len(layouts) * routes.num_tokens) as on_tokens:
@@ -64,7 +65,7 @@ def run(argv: Sequence[str], *, prog: str) -> int:
     if options.output is not None:
         # Last, so that what took long to find is shown even where it cannot be written.
         layout = plan.best.layout
-        write_placement(layout.placement, options.output)
+        write_placement(layout.placement, options.output, style)
         print(
             f"{options.output}: the {layout.source} placement with {layout.num_redundant} "
             "redundant experts",
@@ -76,6 +77,7 @@ def run(argv: Sequence[str], *, prog: str) -> int:
 def _parser(prog: str) -> OptionParser:
     from moe_serve.experts.analysis.expert_shape import ROW_BYTES
     from moe_serve.experts.analysis.hardware import PRESETS
+    from moe_serve.experts.files.placement_files import Style
 
     parser = OptionParser(
         prog=prog,
@@ -101,6 +103,8 @@ def _parser(prog: str) -> OptionParser:
     for name, text in _OVERRIDES.items():
         add("model and machine", _flag(name), "X", f"{text} [the hardware's]")
     add("output", "--output", "FILE", "write the best placement, of one --ep")
+    styles = f"of that file: {_or(get_args(Style))} [moe_serve]; MoE layers alone are numbered"
+    add("output", "--style", "NAME", styles)
     parser.add_to_group("output", "--json", action="store_true", help="all numbers, as JSON")
     return parser
 
@@ -152,6 +156,20 @@ def _routes(options: argparse.Namespace, model: TimeModel | None) -> RouteRecord
                 routes = read_routes(options.trace, num_experts=model.shape.num_experts)
         check_shape(routes, model.shape)
     return routes
+
+
+def _style(options: argparse.Namespace) -> Style:
+    from moe_serve.experts.files.placement_files import Style
+
+    if options.style is None:
+        return "moe_serve"
+    if options.output is None:
+        raise ConfigError("--style has no effect without --output")
+    for style in get_args(Style):
+        if style == options.style:
+            return cast("Style", style)
+    advice = closest(options.style, get_args(Style))
+    raise ConfigError(f"--style {options.style} must be {_or(get_args(Style))}{advice}")
 
 
 def _layouts(options: argparse.Namespace, routes: RouteRecording) -> list[Layout]:

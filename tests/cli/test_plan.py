@@ -108,6 +108,18 @@ def test_the_best_placement_is_written_and_can_be_replayed(
     assert read_placement(file, 4).num_slots == 8 + best["redundant"]
 
 
+@pytest.mark.parametrize(("style", "suffix"), [("sglang", "json"), ("tensorrt_llm", "yaml")])
+def test_the_best_placement_is_written_for_another_engine(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path, style: str, suffix: str
+) -> None:
+    ours, theirs = tmp_path / "best.json", tmp_path / f"theirs.{suffix}"
+    args = ("--trace", trace, "--ep", "4", "--redundant", "4")
+    planned(capsys, *args, "--output", str(ours))
+    planned(capsys, *args, "--output", str(theirs), "--style", style)
+    assert read_placement(theirs, 4) == read_placement(ours, 4)
+    assert "moe_serve" not in theirs.read_text()
+
+
 def test_the_plan_is_shown_even_where_its_placement_cannot_be_written(
     capsys: pytest.CaptureFixture[str], trace: str
 ) -> None:
@@ -164,6 +176,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (("--hardware", "h200"), "--hardware has no effect without --config"),
         (("--flops", "1"), "--flops has no effect without --config"),
         (("--output", "x.json"), "--output is for one number of ranks"),
+        (("--style", "eplb"), "--style has no effect without --output"),
+        (("--ep", "2", "--output", "x.json", "--style", "sgl"), "--style sgl must be moe_serve,"),
         (("--config", "nowhere"), "--config nowhere: No such file"),
         (("--config", "CONFIG", "--hardware", "h300"), "--hardware 'h300' is not one of"),
         (("--config", "CONFIG", "--flops", "fast"), "--flops 'fast' must be a number above 0"),
