@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 # A token is of one phase: a prompt's, an output's, or one whose request was preempted and that is
 # computed again.
 PHASES = ("prefill", "decode", "recomputed")
+PREFILL, DECODE, RECOMPUTED = range(len(PHASES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,14 +10,13 @@ import numpy.typing as npt
 import torch
 
 from moe_serve.context import StepContext
-from moe_serve.experts.recording import PHASES
+from moe_serve.experts.recording import DECODE, PREFILL, RECOMPUTED
 from moe_serve.step import Chunk, StepPlan
 from moe_serve.upload import to_device
 
 # Shapes: T tokens, S sequences, B blocks.
 
 Array = npt.NDArray[np.int64]
-PREFILL, DECODE, RECOMPUTED = range(len(PHASES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +51,20 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         block_tables_SB=to_device(tables_SB, torch.int64, device),
         num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
         block_size=block_size,
-        phases_T=to_device(_phases(chunks, positions_T, sequence_T), torch.int32, device),
+        phases_T=to_device(_phases(chunks), torch.int32, device),
     )
     token_ids_T = to_device(list(ids), torch.int64, device)
     return Batch(token_ids_T=token_ids_T, context=context)
 
 
-def _phases(chunks: tuple[Chunk, ...], positions_T: Array, sequence_T: Array) -> Array:
-    """Of each token: is it the prompt's or the output's, or computed again?"""
-    ends_S = np.array([chunk.request.num_prompt_tokens for chunk in chunks], dtype=np.int64)
-    again_S = np.array([chunk.start + chunk.num_recomputed for chunk in chunks], dtype=np.int64)
-    phases_T = np.where(positions_T < ends_S[sequence_T], PREFILL, DECODE)
-    return np.where(positions_T < again_S[sequence_T], RECOMPUTED, phases_T)
+def _phases(chunks: tuple[Chunk, ...]) -> Array:
+    """Of each token, in the order in which a chunk has them: see `Chunk.phase_lengths`."""
+    lengths: list[int] = []
+    for chunk in chunks:
+        num_prefilled, num_decoded, num_recomputed = chunk.phase_lengths
+        lengths += (num_recomputed, num_prefilled, num_decoded)
+    phases = np.array((RECOMPUTED, PREFILL, DECODE), dtype=np.int64)
+    return np.repeat(np.tile(phases, len(chunks)), np.array(lengths, dtype=np.int64))
 
 
 def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> Array:

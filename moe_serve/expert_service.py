@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ from moe_serve.step import ChunkResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# Where steps wait for experts, between two looks at them.
-WAIT_SECONDS = 0.001
-
 # Shapes: L MoE layers, E logical experts, R ranks, P slots.
 
 
@@ -62,7 +58,7 @@ class ExpertService:
         self.rebalancer: Rebalancer | None = None
         if mover is not None and placement is not None:
             expert_bytes = monitor.facts.expert_bytes
-            self.rebalancer = Rebalancer(mover, placement, config, expert_bytes)
+            self.rebalancer = Rebalancer(mover, placement, config, expert_bytes, monitor.note_move)
         self._recorder = ExpertRecorder(monitor, record_dir)
         self._steps_since_rebalance = 0
         self._num_collections = 0
@@ -89,19 +85,12 @@ class ExpertService:
         rebalancer, interval = self.rebalancer, self._config.step_interval
         if rebalancer is None:
             return
-        self._advance(rebalancer)
+        rebalancer.advance()
         if interval and self._steps_since_rebalance >= interval and not rebalancer.is_busy:
             self._steps_since_rebalance = 0
             self._rebalance_by_itself(rebalancer)
-        while rebalancer.is_busy and not self._config.use_async:
-            self._advance(rebalancer)
-            time.sleep(WAIT_SECONDS)
-
-    def _advance(self, rebalancer: Rebalancer) -> None:
-        placement = rebalancer.placement
-        rebalancer.advance()
-        if rebalancer.placement is not placement:
-            self.monitor.note_move()
+        if not self._config.use_async:
+            rebalancer.wait()
 
     def _rebalance_by_itself(self, rebalancer: Rebalancer) -> None:
         def stay(error: PlacementError) -> None:

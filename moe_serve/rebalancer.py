@@ -127,6 +127,7 @@ class _Planning:
 
 class Rebalancer:
     """`placement` is the one in use. `expert_bytes`: weights of one expert of one layer.
+    `on_switch` is called after each part was switched.
 
     One rebalance at a time. Its weights are copied in parts of whole layers, as many at once as
     `staging_mib` holds; each part is switched on all ranks between the same two steps. When a part
@@ -140,6 +141,7 @@ class Rebalancer:
         placement: Placement,
         config: EplbConfig,
         expert_bytes: int,
+        on_switch: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.placement = placement
@@ -148,6 +150,7 @@ class Rebalancer:
         self._mover = mover
         self._config = config
         self._max_staged = max(1, config.staging_mib * 2**20 // max(1, expert_bytes))
+        self._on_switch = on_switch
         self._clock = clock
         self._planning: _Planning | None = None
         self._job: _Job | None = None
@@ -281,6 +284,7 @@ class Rebalancer:
         layers = layers_of(job.parts.pop(0))
         self.placement = replaced(self.placement, job.target, layers)
         self._mover.switch(self.placement, layers)
+        self._on_switch()
         job.layers += layers
         if job.parts:
             self._stage()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.errors import RecordingError
-from moe_serve.experts.recording import PHASES, RouteRecording
+from moe_serve.experts.recording import DECODE, PREFILL, RECOMPUTED, RouteRecording
 from moe_serve.step import Chunk, ChunkResult, StepPlan
 from moe_serve.token_routes import TokenRoutes
 
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # About 200 MB for 48 layers of 8 experts a token.
 MAX_TOKENS = 2**18
-PREFILL, DECODE, RECOMPUTED = range(len(PHASES))
 
 
 @dataclasses.dataclass(slots=True)
