@@ -55,7 +55,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return ", ".join(name.replace("--", "--[no-]", 1) for name in names)
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {action.metavar}"
+        value = self._format_args(action, action.dest.upper())
+        return f"{', '.join(action.option_strings)} {value}"
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -66,13 +67,11 @@ class OptionParser(argparse.ArgumentParser):
                          allow_abbrev=False, formatter_class=HelpFormatter)  # fmt: skip
         # argparse's own group takes what every command has.
         self._groups: dict[str, argparse._ActionsContainer] = {COMMON: self}
-        self._flags: list[str] = []
 
     def add_to_group(self, title: str, *names: str, **kwargs: Any) -> None:
         if title not in self._groups:
             self._groups[title] = self.add_argument_group(title)
-        action = self._groups[title].add_argument(*names, **kwargs)
-        self._flags += action.option_strings
+        self._groups[title].add_argument(*names, **kwargs)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; an unknown flag is a `ConfigError` with the closest known one."""
@@ -96,11 +95,11 @@ class OptionParser(argparse.ArgumentParser):
         As a flag of argparse's own it would also answer to `-t`.
         """
         name = word.partition("=")[0]
-        is_known = f"-{name}" in {*self._flags, *ELSEWHERE}
+        is_known = f"-{name}" in {*self._option_string_actions, *ELSEWHERE}
         return f"-{word}" if re.fullmatch(r"-[a-z]{2}", name) and is_known else word
 
     def _advice(self, name: str) -> str:
         if name in ELSEWHERE:
             return f"; {ELSEWHERE[name].format(prog=self.prog)}"
-        advice = closest(name.replace("_", "-"), self._flags)
+        advice = closest(name.replace("_", "-"), self._option_string_actions)
         return advice or f"; see {self.prog} --help"
