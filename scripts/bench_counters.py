@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
-import time
 from collections.abc import Iterator
 
 from moe_serve import LLM, SamplingParams
+from moe_serve.bench.ruler import compare, time_calls
 from moe_serve.expert_monitor import COLLECT_STEPS
 
 NUM_REQUESTS = 16
@@ -38,22 +37,23 @@ def without_counting(llm: LLM) -> Iterator[None]:
         model.forward = forward  # type: ignore[method-assign]
 
 
-def seconds(llm: LLM) -> float:
-    """Of a step: a prompt each, then decodes of all requests together."""
+def generate(llm: LLM) -> None:
+    """A step of all prompts, then decodes of all requests together: NUM_TOKENS steps."""
     prompts = [[(7 * i + n) % 1000 for i in range(9)] for n in range(NUM_REQUESTS)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    started = time.perf_counter()
     llm.generate(prompts, params)
-    return (time.perf_counter() - started) / NUM_TOKENS
 
 
-def collection(llm: LLM) -> float:
+def generate_uncounted(llm: LLM) -> None:
+    with without_counting(llm):
+        generate(llm)
+
+
+def collect(llm: LLM) -> None:
     monitor = llm.engine.experts.monitor
     # As if a step had been.
     monitor._steps = 1
-    started = time.perf_counter()
     monitor.collect()
-    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -68,23 +68,18 @@ def main() -> None:
         enable_expert_parallel=ranks is not None,
         enable_prefix_caching=False,
     ) as llm:
-        seconds(llm)
-        counted, plain = [], []
-        for _ in range(options.turns):
-            counted.append(seconds(llm))
-            with without_counting(llm):
-                plain.append(seconds(llm))
-        reads = [collection(llm) for _ in range(50)]
-    pairs = [one / other - 1 for one, other in zip(counted, plain, strict=True)]
+        found = compare(
+            [lambda: generate_uncounted(llm)], [lambda: generate(llm)], pairs=options.turns
+        )
+        read = time_calls([lambda: collect(llm)]).median / 1e3
+    plain, counted = (one.median / 1e3 / NUM_TOKENS for one in (found.ours, found.theirs))
+    first, middle, third = sorted(100 * (share - 1) for share in found.ratio)
     print(f"built-in model, {NUM_REQUESTS} requests, {ranks or 1} ranks, {options.turns} turns")
-    print(f"  a step with counting       {statistics.median(counted) * 1e3:8.3f} ms")
-    print(f"  a step without             {statistics.median(plain) * 1e3:8.3f} ms")
-    first, middle, third = (100 * share for share in statistics.quantiles(pairs))
+    print(f"  a step with counting       {counted:8.3f} ms")
+    print(f"  a step without             {plain:8.3f} ms")
     print(f"  difference, pair by pair   {middle:8.2f} % (quartiles {first:.2f} to {third:.2f})")
-    read = statistics.median(reads)
-    share = 100 * read / COLLECT_STEPS / statistics.median(counted)
-    print(f"  one collection             {read * 1e3:8.3f} ms, every {COLLECT_STEPS} steps:")
-    print(f"                             {share:8.3f} % of a step")
+    print(f"  one collection             {read:8.3f} ms, every {COLLECT_STEPS} steps:")
+    print(f"                             {100 * read / COLLECT_STEPS / counted:8.3f} % of a step")
 
 
 if __name__ == "__main__":

@@ -9,24 +9,16 @@ Prints a Markdown table: median milliseconds of interleaved pairs, their ratio, 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
+from moe_serve.bench.ruler import compare
 from moe_serve.kernels.linear import TILES, _agrees, linear
 from moe_serve.parallel.cpu import available_cores
 
 SHAPES = [(256, 512), (1024, 1024), (1024, 4096)]
 ROWS = [1, 16, 64, 512, 2048]
-
-
-def seconds(call: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def usable_tiles(weight: torch.Tensor) -> str:
@@ -38,12 +30,9 @@ def usable_tiles(weight: torch.Tensor) -> str:
 def row(dtype: torch.dtype, shape: tuple[int, int], rows: int, pairs: int) -> str:
     features, out = shape
     x, weight = torch.randn(rows, features).to(dtype), torch.randn(out, features).to(dtype)
-    contestants = (lambda: F.linear(x, weight), lambda: linear(x, weight))
-    for call in contestants:
-        call()
-    timed = [[seconds(call) for call in contestants] for _ in range(pairs)]
-    plain, ours = (statistics.median(column) * 1e3 for column in zip(*timed, strict=True))
-    ratio = statistics.median(pair[1] / pair[0] for pair in timed)
+    found = compare([lambda: linear(x, weight)], [lambda: F.linear(x, weight)], pairs)
+    ours, plain = found.ours.median / 1e3, found.theirs.median / 1e3
+    ratio = 1 / found.ratio.median
     name = str(dtype).removeprefix("torch.")
     cells = [name, f"{features}x{out}", rows, f"{plain:.3f}", f"{ours:.3f}", f"{ratio:.2f}"]
     return " | ".join(["", *map(str, cells), usable_tiles(weight), ""]).strip()

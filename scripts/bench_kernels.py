@@ -28,8 +28,9 @@ import triton
 from kernel_bench import end_to_end, run, suite
 from kernel_bench.compile import compile_all
 from kernel_bench.gemm import forget
-from kernel_bench.ruler import Ceilings
 from kernel_bench.shapes import QWEN3, TINY
+
+from moe_serve.bench.gpu_ruler import Ceilings
 
 
 @dataclasses.dataclass

@@ -14,8 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kernel_bench.case import BF16, Case, Problem
 from kernel_bench.inputs import normal, size_of, spread_evenly
-from kernel_bench.ruler import difference
 from kernel_bench.shapes import Model
+from moe_serve.bench.ruler import difference
 from moe_serve.context import LayerKV, StepContext
 from moe_serve.kernels.paged_attention import paged_attention
 

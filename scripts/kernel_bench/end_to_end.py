@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_bench.ruler import Ceilings, Spread
 from kernel_bench.run import describe
 from kernel_bench.shapes import Model
+from moe_serve.bench.gpu_ruler import Ceilings
+from moe_serve.bench.ruler import Spread
 from moe_serve.executor import LocalExecutor
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.kv_pool import block_bytes, make_pool

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from kernel_bench.case import BF16, FP32, Case, Problem
 from kernel_bench.inputs import choose_experts, normal, size_of, spread_evenly
-from kernel_bench.ruler import difference
 from kernel_bench.shapes import Model
+from moe_serve.bench.ruler import difference
 from moe_serve.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moe_serve.kernels.linear import linear
 from moe_serve.kernels.quantization import (

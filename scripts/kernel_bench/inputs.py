@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_bench.case import BF16, Problem
-from kernel_bench.ruler import difference
+from moe_serve.bench.ruler import difference
 
 # Shapes: T tokens, E experts, K top-k.
 

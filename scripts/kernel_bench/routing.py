@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernel_bench.case import FP32, Case, Problem
 from kernel_bench.inputs import against_twin, choose_experts, normal, size_of, twin_of
-from kernel_bench.ruler import difference
 from kernel_bench.shapes import Model
+from moe_serve.bench.ruler import difference
 from moe_serve.kernels.combine import weigh_rows
 from moe_serve.kernels.permute import Permutation, permute
 from moe_serve.kernels.topk_router import topk_router

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 
 from kernel_bench.case import Case, ExactCase, Problem
-from kernel_bench.ruler import (
-    Ceilings,
-    Spread,
-    copies_to_miss_cache,
-    is_cold,
-    poisoned_memory,
-    time_calls,
-)
+from kernel_bench.poison import poisoned_memory
+from moe_serve.bench.gpu_ruler import Ceilings, copies_to_miss_cache, is_cold, time_calls
+from moe_serve.bench.ruler import Spread
 
 HEADER = (
     "| op | shape | T | us [quartiles] | TFLOP/s | GB/s | % of copy | % of matmul | baseline "

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_serve.bench import gpu_ruler
+from moe_serve.bench.ruler import difference
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
@@ -51,7 +54,6 @@ def test_nothing_is_measured_without_a_gpu(
 
 def test_wrong_results_unwritten_memory_and_failures_are_told() -> None:
     case, run = load("kernel_bench.case"), load("kernel_bench.run")
-    difference = load("kernel_bench.ruler").difference
     ones = torch.ones(4)
 
     def status(call: Callable[[], torch.Tensor]) -> str:
@@ -83,7 +85,7 @@ def test_the_ruler_tells_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     turns = []
     calls = [lambda: turns.append(0), lambda: (turns.append(1), time.sleep(0.002))]
-    spread = load("kernel_bench.ruler").time_calls(calls, is_captured=False, budget_us=20_000)
+    spread = gpu_ruler.time_calls(calls, is_captured=False, budget_us=20_000)
     # One call takes no time and one 2 ms.
     assert 1000 < spread.low <= spread.median <= spread.high
     assert spread.low < 3000

@@ -1,18 +1,14 @@
-"""One ruler: what a call takes, what the GPU can do at most, and how far results are apart."""
+"""The ruler on a GPU: what a call takes there, and what the GPU can do at most."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import statistics
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-Call = Callable[[], Any]
+from moe_serve.bench.ruler import Call, Spread
 
 # What events are put around lasts about so long, in microseconds: next to it, their own cost and a
 # graph's launch are nothing.
@@ -22,19 +18,8 @@ _MOST_CALLS_OF_A_GRAPH = 512
 # Sizes that the two ceilings are measured at.
 _COPY_BYTES = 4 << 30
 _MATMUL_SIZE = 8192
-
-
-class Spread(NamedTuple):
-    """Microseconds of one call: median and quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high)
+# Its streams and events have no types.
+_cuda: Any = torch.cuda
 
 
 class Ceilings(NamedTuple):
@@ -93,34 +78,6 @@ def is_cold(num_bytes: int, num_copies: int, device: torch.device) -> bool:
     return num_bytes * num_copies > 2 * torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, both as vectors; infinite where `found` has a NaN."""
-    found, expected = found.double(), expected.double()
-    if not bool(found.isfinite().all()):
-        return float("inf")
-    norm = float(expected.norm())
-    distance = float((found - expected).norm())
-    return distance if norm == 0 else distance / norm
-
-
-@contextlib.contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN (of the largest number, for integers): what a kernel leaves
-    unwritten shows.
-    """
-    # Some operations only warn that they have no deterministic form: they are not what is meant.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        before = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.utils.deterministic.fill_uninitialized_memory = before
-            torch.use_deterministic_algorithms(False)
-
-
 def _plainly(calls: Sequence[Call], rounds: int) -> Call:
     def run() -> None:
         for _ in range(rounds):
@@ -147,15 +104,15 @@ def _capture(calls: Sequence[Call], rounds: int) -> Call:
 
 
 @functools.cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+def _side_stream() -> Any:
+    return _cuda.Stream()
 
 
 def _elapsed_us(runs: Sequence[Call]) -> list[float]:
     """Microseconds of each, one launched after the other without waiting in between."""
     marks: list[tuple[Any, Any]] = []
     for run in runs:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (_cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
