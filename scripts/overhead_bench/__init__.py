@@ -1,0 +1,1 @@
+"""Parts of `bench_overhead.py`: each reports one kind of cost, as the lines of a Markdown table."""
