@@ -27,7 +27,7 @@ Requests are streamed; times are taken when bytes arrive. TTFT: until the first 
 tokens. TPOT: mean of that in one request. E2EL: until the last token. Tokens are counted by the
 server where it does so. --request-rate and --max-concurrency may go together: what is due then
 waits until it may be sent, and its times begin there; the report tells how long that was.
-No proxy is used."""
+The load goes through no proxy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
