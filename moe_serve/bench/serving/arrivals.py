@@ -21,4 +21,4 @@ def arrivals(num_requests: int, rate: float, burstiness: float, seed: int) -> li
     times = np.cumsum(random.gamma(burstiness, 1 / (rate * burstiness), num_requests))
     if times[-1] == 0:  # gaps below the least float: one burst
         return [num_requests / rate] * num_requests
-    return [float(time) for time in times * (num_requests / rate / times[-1])]
+    return [float(time) for time in times / times[-1] * (num_requests / rate)]

@@ -41,7 +41,7 @@ class Client:
         ]
         if api_key:
             lines.append(f"Authorization: Bearer {api_key}")
-        self._head = "\r\n".join(lines).encode()
+        self.head = "\r\n".join(lines).encode()
 
     async def __aenter__(self) -> Client:
         return self
@@ -61,7 +61,7 @@ class Client:
     async def send(self, planned: Planned) -> Outcome:
         """Send it now and read the answer to its end. Never raises for what the server does."""
         length = f"\r\nContent-Length: {len(planned.body)}\r\n\r\n"
-        request = self._head + length.encode() + planned.body
+        request = self.head + length.encode() + planned.body
         sent = self.now()
         try:
             async with asyncio.timeout(self._timeout):

@@ -141,7 +141,8 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts",
         metavar="FILE",
-        help='JSON lines with "prompt" or "messages", and "max_tokens"; or lines of text; same in each run',
+        help='the same in each run: JSON lines with "prompt" or "messages", and "max_tokens"; or '
+        "lines of text",
     )
     add("--no-ignore-eos", action="store_true", help="let answers end where the model ends them")
     add("--extra-body", type=json_object, metavar="JSON", help="merged into each request")

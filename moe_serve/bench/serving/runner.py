@@ -63,7 +63,6 @@ async def run_load(
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """A pause of the garbage collector would be taken for one of the server."""
-    gc.collect()
     gc.disable()
     try:
         yield
