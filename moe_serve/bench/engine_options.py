@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from moe_serve import logs, settings
 from moe_serve.cli.generate import GenerateConfig
 from moe_serve.config import EngineConfig, ServeConfig, flag
 from moe_serve.option_parser import OptionParser
-from moe_serve.options import Option, options_of
+from moe_serve.options import FILE, Option, options_of
 
 _GROUP = "engine options"
 _PREFIX_CACHING = "enable_prefix_caching"
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, also as --model, and every flag of `EngineConfig`.
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None
+) -> None:
+    """MODEL, also as --model, and every flag of `EngineConfig`, or those of `names`.
 
     Values stay text until `read_engine_config`: there is one place that knows what they may be.
     """
@@ -30,7 +32,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     else:
         add = parser.add_argument_group(_GROUP).add_argument
     for option in options_of(EngineConfig).values():
-        add(*(flag(spelling) for spelling in option.spellings), **_keywords(option))
+        if names is None or option.name in (*names, FILE):
+            add(*(flag(spelling) for spelling in option.spellings), **_keywords(option))
 
 
 def _keywords(option: Option) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """What this machine can do at most, measured: what every share of a limit refers to.
 
-Each rate is the best of several ways that torch offers, with the threads that torch has now.
+Each rate is the best of several ways, torch's and where they are active those of our CPU kernels,
+with the threads that torch has now.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch.nn import functional as F
 
 from moe_serve.bench.ruler import Call, Clock, time_calls
 from moe_serve.bench.table import Table
+from moe_serve.kernels.cpu.library import active
+from moe_serve.kernels.cpu.packed import PackedWeight
+from moe_serve.kernels.linear import linear
 
 # Far beyond any cache; a square matrix whose product takes tens of milliseconds.
 READ_BYTES = 256 << 20
@@ -32,7 +36,7 @@ _NAMES = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bytes a second that are read, and that a copy reads and writes; operations a second of
-    matrix products (a multiplication and an addition are two). 0: torch does not offer it here.
+    matrix products (a multiplication and an addition are two). 0: there is no way here.
     """
 
     num_threads: int
@@ -97,7 +101,12 @@ def _copy_rate(num_bytes: int, clock: Clock) -> float:
 
 def _matmul_rate(size: int, dtype: torch.dtype, clock: Clock) -> float:
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best([lambda: a @ b, lambda: F.linear(a, b)], clock)
+    ways: list[Call] = [lambda: a @ b, lambda: F.linear(a, b)]
+    library = active()
+    if library is not None:
+        packed = PackedWeight.pack(b.clone(), library)
+        ways.append(lambda: linear(a, packed))
+    return 2 * size**3 / _best(ways, clock)
 
 
 def _int8_rate(size: int, clock: Clock) -> float:
