@@ -18,6 +18,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 460, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 40, 46
 _LEGEND_LINE = 18
+_MOST_TICKS = 7  # of a logarithmic axis, where there are powers of ten enough
 # Told apart with any colour vision (after Okabe and Ito), lighter on dark pages; shapes differ too.
 _LIGHT = ("#0072b2", "#c44e00", "#00795c", "#a3488b", "#7a6000", "#444444")
 _DARK = ("#6db8f2", "#ff9d5c", "#4fd0a8", "#e39bcf", "#e6c84c", "#c8c8c8")
@@ -83,7 +84,7 @@ class Axis:
 def axis(values: Sequence[float], *, is_log: bool) -> Axis:
     """An axis that holds all `values`, from one tick to another.
 
-    axis([3, 17]) -> ticks 0, 5, 10, 15, 20; logarithmic -> 2, 5, 10, 20
+    axis([3, 17]) -> ticks 0, 5, 10, 15, 20; logarithmic -> 3, 5, 7, 10, 15, 20
     """
     if not is_log:
         low, high = min(0.0, *values, 0.0), max(*values, 0.0, 0.0)
@@ -92,9 +93,9 @@ def axis(values: Sequence[float], *, is_log: bool) -> Axis:
         ticks = tuple(number * step for number in range(first, last + 1))
         return Axis(ticks[0], ticks[-1], False, ticks)
     low, high = (min(values), max(values)) if values else (1.0, 10.0)
-    ticks = _log_ticks(low, high, (1, 2, 5))
-    if len(ticks) > 8:
-        ticks = _log_ticks(low, high, (1,))
+    finest_first = [_log_ticks(low, high, parts) for parts in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5))]
+    few = [ticks for ticks in finest_first if len(ticks) <= _MOST_TICKS]
+    ticks = few[0] if few else _log_ticks(low, high, (1,))
     return Axis(ticks[0], ticks[-1], True, ticks)
 
 
@@ -203,7 +204,7 @@ def _nice(step: float) -> float:
     return next(part * power for part in (1, 2, 5, 10) if part * power >= step * (1 - 1e-9))
 
 
-def _log_ticks(low: float, high: float, parts: Sequence[int]) -> tuple[float, ...]:
+def _log_ticks(low: float, high: float, parts: Sequence[float]) -> tuple[float, ...]:
     """Parts x powers of ten from the last one at or below `low` to the first at or above `high`."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = [part * 10.0**power for power in range(first, last + 1) for part in parts]

@@ -175,7 +175,7 @@ def test_a_busy_client_and_lost_rows_are_told() -> None:
     values["targets"][0]["median"]["client_cpu_share"] = 0.7
     values["load"]["num_left_out"] = 4
     lines = notes(values)
-    assert lines[0].startswith("4 rows") and "busy 70% of the time" in lines[2]
+    assert lines[0].endswith("--trace-max-len: 4") and "busy 70% of the time" in lines[2]
 
 
 def test_curves_are_shares_of_requests() -> None:

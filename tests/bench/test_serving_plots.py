@@ -25,10 +25,12 @@ def test_an_axis_holds_all_values_between_its_ticks(values: list[float], is_log:
 def test_known_ticks() -> None:
     assert axis([3, 17], is_log=False).ticks == (0, 5, 10, 15, 20)
     assert axis([-3, 17], is_log=False).ticks == (-5, 0, 5, 10, 15, 20)
-    assert axis([3, 17], is_log=True).ticks == (2, 5, 10, 20)
+    assert axis([3, 17], is_log=True).ticks == (3, 5, 7, 10, 15, 20)
+    assert axis([16, 20.2], is_log=True).ticks == (15, 20, 30)
+    assert axis([2, 99], is_log=True).ticks == (2, 5, 10, 20, 50, 100)
     assert axis([1, 64], is_log=True).ticks == (1, 2, 5, 10, 20, 50, 100)
     assert axis([1, 1e6], is_log=True).ticks == pytest.approx([10.0**n for n in range(7)])
-    assert axis([10, 10], is_log=True).ticks == (10, 20)
+    assert axis([10, 10], is_log=True).ticks == (10, 15)
     assert axis([0, 0], is_log=False).ticks[0] == 0
     assert axis([10, 100], is_log=True).place(math.sqrt(1000)) == pytest.approx(0.5)
 

@@ -69,7 +69,8 @@ class Client:
         except TimeoutError:
             error = f"no end of the answer within {self._timeout:g} s"
         except (OSError, ValueError) as failure:
-            error = error_text(getattr(failure, "strerror", None) or failure or repr(failure))
+            reason = getattr(failure, "strerror", None) or str(failure) or repr(failure)
+            error = error_text(reason)
         else:
             return exchange.outcome(planned.due, sent, self.now(), planned.num_input)
         return Outcome(due=planned.due, sent=sent, ended=self.now(), error=error)

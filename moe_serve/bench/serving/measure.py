@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 
-from moe_serve.bench.serving.bodies import PATHS
+from moe_serve.bench.serving.bodies import PATHS, Planned
 from moe_serve.bench.serving.client import Client
 from moe_serve.bench.serving.loads import Load
 from moe_serve.bench.serving.runner import Observed, run_load
@@ -24,7 +25,7 @@ class Procedure:
     api_key: str | None = None
 
     def draw(self, run: int, copy: int) -> int:
-        """Which prompts a run gets, from 1; `copy` counts the times a URL stood before.
+        """Which prompts a run (from 0) gets; `copy` counts the times a URL stood before.
 
         A server that is compared with itself must not find its prompts cached.
         """
@@ -40,26 +41,27 @@ async def measure(
     """What was observed of each server, run by run; `on_request` is told of each one's end."""
     observed: dict[str, list[Observed]] = {target.name: [] for target in targets}
     urls = [target.url for target in targets]
+    path = PATHS[load.wording.endpoint]
+    async with AsyncExitStack() as stack:
+        # One client for all runs: a connection is opened once, while warming up where that is done.
+        clients = [
+            await stack.enter_async_context(
+                Client(url, path, api_key=procedure.api_key, timeout=procedure.timeout)
+            )
+            for url in urls
+        ]
 
-    async def one(index: int, run: int) -> Observed:
-        target = targets[index]
-        if run < 0:
-            requests = load.warmup(procedure.num_warmup, target.model)
-        else:
-            copy = urls[:index].count(target.url)
-            requests = load.requests(procedure.draw(run, copy), target.model)
-        part = f"{target.name}: " + ("warming up" if run < 0 else f"run {run + 1}")
-        path = PATHS[load.wording.endpoint]
-        async with Client(
-            target.url, path, api_key=procedure.api_key, timeout=procedure.timeout
-        ) as client:
+        async def one(index: int, requests: list[Planned], part: str) -> Observed:
+            name = f"{targets[index].name}: {part}"
             return await run_load(
-                client, requests, procedure.max_concurrency, lambda _: on_request(part)
+                clients[index], requests, procedure.max_concurrency, lambda _: on_request(name)
             )
 
-    for run in range(-1 if procedure.num_warmup else 0, procedure.num_runs):
         for index, target in enumerate(targets):
-            seen = await one(index, run)
-            if run >= 0:
-                observed[target.name].append(seen)
+            await one(index, load.warmup(procedure.num_warmup, target.model), "warming up")
+        for run in range(procedure.num_runs):
+            for index, target in enumerate(targets):
+                copy = urls[:index].count(target.url)
+                requests = load.requests(procedure.draw(run, copy), target.model)
+                observed[target.name].append(await one(index, requests, f"run {run + 1}"))
     return observed

@@ -66,7 +66,7 @@ def notes(report: Document) -> list[str]:
     """What a reader must know besides the numbers."""
     lines = []
     if left_out := report["load"]["num_left_out"]:
-        lines.append(f"{left_out} rows of the trace are longer than --trace-max-len: left out.")
+        lines.append(f"left out of the trace, as longer than --trace-max-len: {left_out}")
     for target in report["targets"]:
         for text, count in target["median"]["errors"].items():
             lines.append(f"{target['name']}: {count} x {text}")
