@@ -63,8 +63,8 @@ def _phases(chunks: tuple[Chunk, ...]) -> Array:
     for chunk in chunks:
         num_prefilled, num_decoded, num_recomputed = chunk.phase_lengths
         lengths += (num_recomputed, num_prefilled, num_decoded)
-    phases = np.array((RECOMPUTED, PREFILL, DECODE), dtype=np.int64)
-    return np.repeat(np.tile(phases, len(chunks)), np.array(lengths, dtype=np.int64))
+    phases = [RECOMPUTED, PREFILL, DECODE] * len(chunks)
+    return np.repeat(np.array(phases, dtype=np.int64), np.array(lengths, dtype=np.int64))
 
 
 def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> Array:
@@ -72,5 +72,6 @@ def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> Array:
     counts = [-(-chunk.stop // block_size) for chunk in chunks]
     tables_SB = np.zeros((len(chunks), max(counts, default=0)), dtype=np.int64)
     for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-        tables_SB[row, :count] = chunk.request.block_ids[:count]
+        # An array, of which this is a view: long contexts have many blocks, most as before.
+        tables_SB[row, :count] = np.asarray(chunk.request.block_ids)[:count]
     return tables_SB

@@ -6,7 +6,7 @@ import dataclasses
 
 from moe_serve.block_pool import FreeBlocks
 from moe_serve.prefix_index import ROOT_DIGEST, BlockContent, PrefixIndex
-from moe_serve.request import Request
+from moe_serve.request import Request, no_blocks
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,27 +96,27 @@ class BlockManager:
         num_hits = len(block_ids)
         while len(block_ids) < self._num_blocks_for(request):
             block_ids.append(self._take_free())
-        request.block_ids = block_ids
+        request.block_ids.extend(block_ids)
         request.num_computed_tokens = num_hits * self.block_size
         self._chain(request).num_indexed = num_hits
         return request.num_computed_tokens
 
     def can_append(self, request: Request) -> bool:
         """Whether there is a slot for the newest token of a request that holds the others."""
-        return len(request.block_ids) >= self._num_blocks_for(request) or bool(self._free)
+        return not self._lacks_slot(request) or bool(self._free)
 
     def append(self, request: Request) -> None:
         """Make sure that the newest token has a slot."""
-        if len(request.block_ids) < self._num_blocks_for(request):
+        if self._lacks_slot(request):
             request.block_ids.append(self._take_free())
-        assert len(request.block_ids) == self._num_blocks_for(request)
+            assert not self._lacks_slot(request)
 
     def cache_computed(self, request: Request) -> None:
         """Let others find the blocks of the request that are full and computed by now."""
         if not self.enable_prefix_caching:
             return
-        chain = self._chain(request)
         num_full = request.num_computed_tokens // self.block_size
+        chain = self._chain(request)
         if num_full > chain.num_indexed:
             contents = self._contents(request, num_full)
             for index in range(chain.num_indexed, num_full):
@@ -130,11 +130,14 @@ class BlockManager:
         """
         for block_id in reversed(request.block_ids):
             self._drop(block_id)
-        request.block_ids = []
+        request.block_ids = no_blocks()
         self._chains.pop(request.request_id, None)
 
     def _num_blocks_for(self, request: Request) -> int:
         return -(-request.num_tokens // self.block_size)
+
+    def _lacks_slot(self, request: Request) -> bool:
+        return len(request.block_ids) * self.block_size < request.num_tokens
 
     def _take_cached(self, block_id: int) -> None:
         if not self._num_refs[block_id]:
@@ -159,7 +162,10 @@ class BlockManager:
             self._free.push_front(block_id)
 
     def _chain(self, request: Request) -> _Chain:
-        return self._chains.setdefault(request.request_id, _Chain())
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            chain = self._chains[request.request_id] = _Chain()
+        return chain
 
     def _contents(self, request: Request, num_blocks: int) -> list[BlockContent]:
         """Contents of the first `num_blocks` blocks; hashed once, however often asked for."""

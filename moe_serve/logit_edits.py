@@ -6,8 +6,8 @@ name or hold, never with the vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ _MAX = torch.finfo(torch.float32).max
 _MIN_REPETITION = 1e-30
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row to sample: a request's parameters, its seed and its tokens so far.
 
     `seed` is always set; None in `params.seed` is the engine's to replace.

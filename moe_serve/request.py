@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
+from collections.abc import MutableSequence
 
 from moe_serve.messages import AddRequest, TokenLogprobs
 from moe_serve.sampling_params import SamplingParams
@@ -14,6 +16,12 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def no_blocks() -> MutableSequence[int]:
+    """An empty sequence of block ids. An array of int64, which numpy reads as it is: a step reads
+    all of them."""
+    return array("q")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -44,7 +52,7 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
-    block_ids: list[int] = dataclasses.field(default_factory=list)
+    block_ids: MutableSequence[int] = dataclasses.field(default_factory=no_blocks)
     lane: int | None = None
     num_computed_tokens: int = 0
     num_computed_before: int = 0
@@ -86,7 +94,8 @@ class Request:
     @property
     def num_tokens_left(self) -> int:
         """Known tokens that are still to be computed."""
-        return self.num_tokens - self.num_computed_tokens
+        num_known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return num_known - self.num_computed_tokens
 
     @property
     def queue_key(self) -> tuple[int, int]:

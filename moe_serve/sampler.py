@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,19 +53,20 @@ class Sampler:
         assert logits_SV.shape == (len(rows), self.vocab_size)
         if not rows:
             return []
-        is_good_S = logits_SV.amax(dim=-1).isfinite()
         edited_SV = self._edit(logits_SV, rows)
-        max_S, ids_S = edited_SV.max(dim=-1)
+        max_S, ids_S = _likeliest(edited_SV)
+        given_S = max_S if edited_SV is logits_SV else logits_SV.amax(dim=-1)
         _sample(edited_SV, max_S, rows, ids_S)
+        columns = torch.stack((ids_S.double(), given_S.double(), max_S.double()))
         # sync: the one of a step, for all that the host must know of it.
-        columns: list[list[int]] = torch.stack((ids_S, is_good_S, max_S.isfinite())).tolist()
-        token_ids, is_good, has_choice = columns
+        ids, given, largest = columns.tolist()
+        token_ids = list(map(int, ids))
         logprobs = self._logprobs(logits_SV, rows, token_ids)
         results: list[SampledToken | LogitsError] = []
         for index, token_id in enumerate(token_ids):
-            if not is_good[index]:
+            if not math.isfinite(given[index]):
                 results.append(LogitsError("the model gave logits that are not finite"))
-            elif not has_choice[index]:
+            elif not math.isfinite(largest[index]):
                 results.append(
                     NoTokenLeftError("logit_bias and min_tokens leave no token to choose")
                 )
@@ -73,7 +75,7 @@ class Sampler:
         return results
 
     def _edit(self, logits_SV: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """fp32 logits after bias, masks and penalties."""
+        """fp32 logits after bias, masks and penalties; the same tensor where nothing changes."""
         if not any(row.edits_logits for row in rows):
             return logits_SV.float()
         edited_SV = logits_SV.float().clone()
@@ -101,6 +103,16 @@ class Sampler:
             index: _shortened(entry, num_top[index])
             for index, entry in zip(who, entries, strict=True)
         }
+
+
+def _likeliest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By row, the largest (NaN before all others) and the first id that has it."""
+    if not logits_SV.is_cpu:
+        largest = logits_SV.max(dim=-1)
+        return largest.values, largest.indices
+    # sync: none on the CPU, where numpy finds it 15 to 50 times as fast as torch.
+    ids_S = torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
+    return logits_SV.gather(-1, ids_S.unsqueeze(-1)).squeeze(-1), ids_S
 
 
 def _sample(

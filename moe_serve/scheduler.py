@@ -23,6 +23,17 @@ def random_seed() -> int:
     return secrets.randbits(63)
 
 
+@dataclasses.dataclass(slots=True)
+class _Counters:
+    """See `EngineStats`."""
+
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_recomputed_tokens: int = 0
+
+
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute, over several lanes.
 
@@ -89,7 +100,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._num_arrivals = 0
-        self._counters = EngineStats()
+        self._counters = _Counters()
 
     @property
     def has_work(self) -> bool:
@@ -172,11 +183,11 @@ class Scheduler:
         for lane in self.lanes:
             for request in lane.plan_running():
                 self._waiting.add(request)
-                self._count(num_preemptions=self._counters.num_preemptions + 1)
+                self._counters.num_preemptions += 1
         while (newcomer := self._waiting.pop_first(self._fits)) is not None:
             self._admit(newcomer)
         plan = StepPlan.join([lane.take_chunks() for lane in self.lanes], records_routes)
-        self._count(num_scheduled_tokens=plan.num_tokens)
+        self._counters.num_scheduled_tokens = plan.num_tokens
         return plan if plan.chunks else None
 
     def _fits(self, request: Request) -> bool:
@@ -193,10 +204,8 @@ class Scheduler:
         request.scheduled_time = self._clock()
         request.num_cached_tokens = num_cached
         if lane.block_manager.can_use_prefix(request):
-            self._count(
-                prefix_cache_queries=self._counters.prefix_cache_queries + request.num_tokens,
-                prefix_cache_hits=self._counters.prefix_cache_hits + num_cached,
-            )
+            self._counters.prefix_cache_queries += request.num_tokens
+            self._counters.prefix_cache_hits += num_cached
 
     def _choose_lane(self, request: Request) -> Lane:
         candidates = [lane for lane in self.lanes if lane.can_admit(request)]
@@ -221,7 +230,8 @@ class Scheduler:
     def _apply(self, chunk: Chunk, result: ChunkResult, now: float) -> RequestUpdate | None:
         request = chunk.request
         # Whether the chunk is the last one depends on the tokens known before this result.
-        is_last, samples = chunk.is_last, chunk.samples
+        is_last = chunk.is_last
+        samples = is_last and request.max_tokens > 0
         self._advance(chunk)
         prompt_logprobs = collect_prompt_logprobs(chunk, result.prompt_logprobs or [])
         collect_routes(chunk, result.routes)
@@ -245,14 +255,9 @@ class Scheduler:
     def _advance(self, chunk: Chunk) -> None:
         request = chunk.request
         assert chunk.start == request.num_computed_tokens, f"{request.request_id}: stale plan"
-        if chunk.num_recomputed:
-            num_again = self._counters.num_recomputed_tokens + chunk.num_recomputed
-            self._count(num_recomputed_tokens=num_again)
+        self._counters.num_recomputed_tokens += chunk.num_recomputed
         request.num_computed_tokens = chunk.stop
         self._lane_of(request).block_manager.cache_computed(request)
-
-    def _count(self, **values: int) -> None:
-        self._counters = dataclasses.replace(self._counters, **values)
 
     @property
     def _num_running(self) -> int:
@@ -261,11 +266,16 @@ class Scheduler:
     def stats(self) -> EngineStats:
         managers = [lane.block_manager for lane in self.lanes]
         num_free = sum(manager.num_free_blocks for manager in managers)
-        return dataclasses.replace(
-            self._counters,
+        counters = self._counters
+        return EngineStats(
             num_running=self._num_running,
             num_waiting=len(self._waiting),
             kv_cache_usage=1 - num_free / sum(manager.num_blocks for manager in managers),
+            num_scheduled_tokens=counters.num_scheduled_tokens,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from moe_serve.messages import TokenLogprobs
 from moe_serve.request import Request
 from moe_serve.token_routes import TokenRoutes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `num_tokens` positions of one request, from `start` on, the first `num_recomputed`
     of which had been computed before it was preempted.
 
@@ -97,14 +97,12 @@ class StepPlan:
         return dataclasses.replace(self, chunks=chunks)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkResult:
+class ChunkResult(NamedTuple):
     """What the model made of one chunk.
 
     `sampled` is None when the chunk does not sample. `prompt_logprobs`, when the request asks

@@ -133,7 +133,7 @@ def _tell(chunk: Chunk, told: _Told) -> ChunkNews:
         chunk.num_tokens,
         chunk.num_recomputed,
         request.output_token_ids[told.num_output_tokens :],
-        request.block_ids[told.num_blocks :],
+        list(request.block_ids[told.num_blocks :]),
     )
     told.num_output_tokens = request.num_output_tokens
     told.num_blocks = len(request.block_ids)
@@ -179,7 +179,7 @@ class StepDecoder:
     def _hear(self, news: ChunkNews) -> Chunk:
         request = self._requests[news.request_id]
         request.output_token_ids += news.output_token_ids
-        request.block_ids += news.block_ids
+        request.block_ids.extend(news.block_ids)
         return Chunk(
             request=request,
             start=news.start,
