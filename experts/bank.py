@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_serve.kernels.cpu.packed import PackedWeight, memory_of
+from moe_serve.kernels.cpu.products import moe_cpu
 from moe_serve.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 
 # Shapes: R rows sorted by expert, E experts of this rank, D model, F expert inner, G = 2F (gate
@@ -37,8 +39,27 @@ class ExpertBank(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.gate_up_EGD = empty(num_experts, 2 * inner_size, hidden_size)
-        self.down_EDF = empty(num_experts, hidden_size, self.down_inner_size)
+        self.gate_up_EGD: Tensor | PackedWeight = empty(num_experts, 2 * inner_size, hidden_size)
+        self.down_EDF: Tensor | PackedWeight = empty(num_experts, hidden_size, self.down_inner_size)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The memory of both, one part an expert, in whatever order its elements stand."""
+        return memory_of(self.gate_up_EGD), memory_of(self.down_EDF)
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.gate_up_EGD, PackedWeight) and isinstance(
+            self.down_EDF, PackedWeight
+        )
+
+    def run_all(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, index_of_E: Tensor | None
+    ) -> Tensor:
+        """What `LocalDispatcher` and `forward` do, in one kernel and bit for bit; see `moe_cpu`."""
+        gate_up, down = self.gate_up_EGD, self.down_EDF
+        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        return moe_cpu(x_TD, ids_TK, weights_TK, gate_up, down, self.activation, index_of_E)
 
     def activate(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Each row through its expert's gate and up -> [R, inner_size]."""

@@ -15,6 +15,7 @@ from moe_serve.parallel.layout import RankLayout
 from moe_serve.routing.backends import Backend, make_dispatcher
 from moe_serve.routing.dispatch import Dispatcher
 from moe_serve.routing.expert_map import ExpertMap
+from moe_serve.routing.local import LocalDispatcher
 from moe_serve.routing.router import Routing
 
 # Shapes: T own tokens, D model.
@@ -53,6 +54,9 @@ class DispatchedExperts:
         capacity: int,
         rows_1: Tensor | None = None,
     ) -> Tensor:
+        here = self.dispatcher
+        if isinstance(here, LocalDispatcher) and bank.is_packed and rows_1 is None:
+            return bank.run_all(x_TD, routing.ids_TK, routing.weights_TK, here.index_of_E)
         dispatched = self.dispatcher.dispatch(x_TD, routing, capacity)
         if rows_1 is not None:
             rows_1 += dispatched.counts_E.sum()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.context import LayerKV
+from moe_serve.kernels.cpu.rows import attention_inputs_cpu
 from moe_serve.kernels.jit import by_device, launch, tl, triton
 from moe_serve.kernels.kv_store import as_bytes, as_pooled, kv_store_torch
 from moe_serve.kernels.rms_norm import rms_norm_torch
@@ -106,7 +107,7 @@ def attention_inputs_triton(
     return out_THh
 
 
-attention_inputs = by_device(attention_inputs_triton, attention_inputs_torch)
+attention_inputs = by_device(attention_inputs_triton, attention_inputs_torch, attention_inputs_cpu)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_serve.kernels.cpu.packed import PackedWeight
+from moe_serve.kernels.cpu.products import grouped_gemm_activation_cpu, grouped_gemm_cpu
 from moe_serve.kernels.gemm import multiply
 from moe_serve.kernels.jit import by_device
 from moe_serve.kernels.linear import linear_torch
@@ -15,7 +17,7 @@ from moe_serve.kernels.silu_mul import gated_activation_torch
 
 def grouped_gemm_torch(
     x_RD: Tensor,
-    weight_END: Weight,
+    weight_END: Weight | PackedWeight,
     counts_E: Tensor,
     *,
     bias_EN: Tensor | None = None,
@@ -29,6 +31,7 @@ def grouped_gemm_torch(
     Rows meet an `Fp8Weight` in fp8 too (`quantize_rows`), a `Mxfp4Weight` in their 16 bits.
     A row's bits do not depend on the other rows.
     """
+    assert not isinstance(weight_END, PackedWeight)
     out_RN = x_RD.new_zeros((x_RD.shape[0], weight_END.shape[1]))
     start = 0
     # On the CPU there is nothing to wait for.
@@ -56,21 +59,22 @@ def _expert_product(x_RD: Tensor, weight: Weight, expert: int, bias_N: Tensor | 
 
 def grouped_gemm_triton(
     x_RD: Tensor,
-    weight_END: Weight,
+    weight_END: Weight | PackedWeight,
     counts_E: Tensor,
     *,
     bias_EN: Tensor | None = None,
     scatter_R: Tensor | None = None,
 ) -> Tensor:
+    assert not isinstance(weight_END, PackedWeight)
     return multiply(x_RD, weight_END, counts_E, bias_EW=bias_EN, scatter_R=scatter_R)
 
 
-grouped_gemm = by_device(grouped_gemm_triton, grouped_gemm_torch)
+grouped_gemm = by_device(grouped_gemm_triton, grouped_gemm_torch, grouped_gemm_cpu)
 
 
 def grouped_gemm_activation_torch(
     x_RD: Tensor,
-    gate_up_EGD: Weight,
+    gate_up_EGD: Weight | PackedWeight,
     counts_E: Tensor,
     activation: str,
     *,
@@ -87,13 +91,16 @@ def grouped_gemm_activation_torch(
 
 def grouped_gemm_activation_triton(
     x_RD: Tensor,
-    gate_up_EGD: Weight,
+    gate_up_EGD: Weight | PackedWeight,
     counts_E: Tensor,
     activation: str,
     *,
     bias_EG: Tensor | None = None,
 ) -> Tensor:
+    assert not isinstance(gate_up_EGD, PackedWeight)
     return multiply(x_RD, gate_up_EGD, counts_E, bias_EW=bias_EG, activation=activation)
 
 
-grouped_gemm_activation = by_device(grouped_gemm_activation_triton, grouped_gemm_activation_torch)
+grouped_gemm_activation = by_device(
+    grouped_gemm_activation_triton, grouped_gemm_activation_torch, grouped_gemm_activation_cpu
+)

@@ -1,10 +1,11 @@
 """What the files of kernels share: Triton where it is installed, and where a kernel runs.
 
-An op is three functions of one signature, of which callers use the first:
+An op is up to four functions of one signature, of which callers use the first:
 
-    op          the launcher on a GPU, the twin on the CPU
+    op          the launcher on a GPU; on the CPU the C++ kernel where there is one, else the twin
     op_triton   launches the Triton kernel
     op_torch    its twin: plain PyTorch, on any device
+    op_cpu      calls the C++ kernel, or declines (kernels/cpu)
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -48,7 +51,17 @@ class _Absent:
         return self if value is None else value
 
 
+def _is_wanted() -> bool:
+    """Whether kernels may be launched or compiled here. Importing Triton takes a fifth of a second,
+    for nothing where there is no GPU: unless somebody asks for its interpreter, or has it already.
+    """
+    is_asked_for = "TRITON_INTERPRET" in os.environ or "triton" in sys.modules
+    return is_asked_for or torch.cuda.device_count() > 0
+
+
 try:
+    if not _is_wanted():
+        raise ImportError
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -82,14 +95,26 @@ _is_everywhere: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 
 
-def by_device(on_gpu: Callable[P, R], twin: Callable[P, R]) -> Callable[P, R]:
-    """The op that both compute: `twin` where the first argument is on the CPU, else `on_gpu`."""
+def by_device(
+    on_gpu: Callable[P, R],
+    twin: Callable[P, R],
+    on_cpu: Callable[P, R | None] | None = None,
+) -> Callable[P, R]:
+    """The op that all compute: `on_gpu` unless the first argument is on the CPU.
+
+    There it is `on_cpu`, or `twin` where that is missing or declines, by None.
+    """
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        is_twin = first.is_cpu and not _is_everywhere.get()
-        return (twin if is_twin else on_gpu)(*args, **kwargs)
+        if not first.is_cpu or _is_everywhere.get():
+            return on_gpu(*args, **kwargs)
+        if on_cpu is not None:
+            result = on_cpu(*args, **kwargs)
+            if result is not None:
+                return result
+        return twin(*args, **kwargs)
 
     op.__name__ = op.__qualname__ = twin.__name__.removesuffix("_torch")
     return op

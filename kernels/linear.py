@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_serve.kernels.cpu.packed import PackedWeight
+from moe_serve.kernels.cpu.products import linear_cpu
 from moe_serve.kernels.gemm import multiply
 from moe_serve.kernels.jit import by_device
 
@@ -37,11 +39,14 @@ _Key = tuple[int, int, int, bool, torch.dtype, torch.device, int]
 _agreements: dict[_Key, bool] = {}
 
 
-def linear_torch(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def linear_torch(
+    x_TD: Tensor, weight_ND: Tensor | PackedWeight, bias_N: Tensor | None = None
+) -> Tensor:
     """x @ weight.T + bias -> [T, N] in the weight's dtype, which is x's or fp32. T = 0 is fine.
 
     A row's bits depend on that row and the weight alone, never on T or its place.
     """
+    assert isinstance(weight_ND, Tensor)
     x_TD = x_TD.to(weight_ND.dtype)
     num_rows, num_columns = x_TD.shape[0], weight_ND.shape[0]
     if num_rows == 0:
@@ -64,12 +69,15 @@ def linear_torch(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) 
     return out_TN
 
 
-def linear_triton(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def linear_triton(
+    x_TD: Tensor, weight_ND: Tensor | PackedWeight, bias_N: Tensor | None = None
+) -> Tensor:
+    assert isinstance(weight_ND, Tensor)
     bias_1N = None if bias_N is None else bias_N[None]
     return multiply(x_TD, weight_ND[None], bias_EW=bias_1N)
 
 
-linear = by_device(linear_triton, linear_torch)
+linear = by_device(linear_triton, linear_torch, linear_cpu)
 
 
 def columns_agree(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.cpu.rows import norm_rows_cpu
 from moe_serve.kernels.jit import by_device, launch, tl, triton
 from moe_serve.kernels.row_tiles import whole_row_tiles
 
@@ -49,8 +50,18 @@ def add_rms_norm_triton(x: Tensor, y: Tensor, weight_D: Tensor, eps: float) -> A
     return _launch(x, y, weight_D, eps)
 
 
-rms_norm = by_device(rms_norm_triton, rms_norm_torch)
-add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_torch)
+def rms_norm_cpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+    found = norm_rows_cpu(x, None, weight_D, eps)
+    return None if found is None else found[1]
+
+
+def add_rms_norm_cpu(x: Tensor, y: Tensor, weight_D: Tensor, eps: float) -> AddedNorm | None:
+    found = norm_rows_cpu(x, y, weight_D, eps)
+    return None if found is None else AddedNorm(*found)
+
+
+rms_norm = by_device(rms_norm_triton, rms_norm_torch, rms_norm_cpu)
+add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_torch, add_rms_norm_cpu)
 
 
 def _launch(x: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> AddedNorm:

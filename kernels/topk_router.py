@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.cpu.router import topk_router_cpu
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.jit import by_device, launch, tl, triton
 from moe_serve.kernels.ordered_bits import ordered_bits
@@ -148,7 +149,7 @@ def topk_router_triton(
     return ids_TK, weights_TK
 
 
-topk_router = by_device(topk_router_triton, topk_router_torch)
+topk_router = by_device(topk_router_triton, topk_router_torch, topk_router_cpu)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDTypeName = Literal["auto", "fp8"]
 All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
+CPUKernels = Literal["auto", "none", "amx", "avx512_bf16", "avx512", "avx2"]
 ExpertPlacementStrategy = Literal["linear", "round_robin"]
 
 # Option -> its default, which has no effect without expert parallelism.
@@ -87,6 +88,11 @@ class EngineConfig:
     num_threads: int | None = option(
         None,
         "CPU threads of one rank; default: the cores it may use, shared with the ranks beside it",
+    )
+    cpu_kernels: CPUKernels = option(
+        "auto",
+        "instructions of the CPU kernels; auto takes the best that the CPU has, none leaves all to "
+        "PyTorch",
     )
     tensor_parallel_size: int | None = option(
         None,

@@ -13,6 +13,8 @@ from moe_serve.deterministic import check_columns
 from moe_serve.errors import ConfigError
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.initial_placement import initial_placement
+from moe_serve.kernels.cpu.calls import DTYPES
+from moe_serve.kernels.cpu.library import AUTO, NONE, active, choose
 from moe_serve.kv_pool import block_bytes, make_pool, pool_blocks
 from moe_serve.loader import load_model, pick_dtype
 from moe_serve.memory_profile import largest_step, num_blocks_of, peak_bytes
@@ -20,6 +22,7 @@ from moe_serve.model_folder import ModelFolder, open_model_folder
 from moe_serve.model_runner import ModelRunner
 from moe_serve.models.decoder import Decoder
 from moe_serve.models.fit import check_deterministic, check_fit
+from moe_serve.models.packing import pack_weights
 from moe_serve.models.shard import ModelShard
 from moe_serve.parallel.cpu import available_cores
 from moe_serve.parallel.degrees import RankSeat, resolve_degrees
@@ -45,7 +48,8 @@ class RankSetup:
         """Raises `ConfigError` or `CheckpointError` for what can be told without the weights."""
         layout = plan_layout(config, seat)
         device = pick_device(config.device, seat)
-        torch.set_num_threads(pick_num_threads(config, seat))
+        num_threads = pick_num_threads(config, seat)
+        torch.set_num_threads(num_threads)
         folder = open_model_folder(config.model, config.revision)
         check_max_model_len(config, folder.spec.max_position)
         check_fit(folder.spec, layout)
@@ -53,7 +57,8 @@ class RankSetup:
         placement = initial_placement(config, folder.spec, layout)
         shard = ModelShard(layout=layout, placement=placement)
         dtype = pick_dtype(folder.hf_config, config.dtype, device)
-        check_columns(folder.spec, shard, dtype)
+        if not choose_kernels(config.cpu_kernels, device, dtype, num_threads):
+            check_columns(folder.spec, shard, dtype)
         return cls(config=config, seat=seat, folder=folder, shard=shard, device=device, dtype=dtype)
 
     @property
@@ -76,7 +81,7 @@ class RankSetup:
         self, ranks: Ranks, on_progress: Callable[[int, int], None] | None, *, show_progress: bool
     ) -> Decoder:
         """The decoder with this rank's weights. `on_progress`: bytes read, bytes needed."""
-        return load_model(
+        model = load_model(
             self.folder.path,
             self.folder.hf_config,
             dtype=self.dtype,
@@ -85,6 +90,10 @@ class RankSetup:
             on_progress=on_progress,
             show_progress=show_progress,
         )
+        library = active()
+        if library is not None:
+            pack_weights(model, library)
+        return model
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -182,6 +191,23 @@ def pick_device(name: str, seat: RankSeat | None = None) -> torch.device:
     device = torch.device("cuda", seat.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, num_threads: int) -> bool:
+    """Whether the CPU kernels serve this model. Raises `ConfigError` where named ones cannot."""
+    is_named = name not in (AUTO, NONE)
+    obstacle = None
+    if device.type != "cpu":
+        obstacle = f"the model runs on {device.type}"
+    elif dtype not in DTYPES:
+        obstacle = f"they have no {str(dtype).removeprefix('torch.')}"
+    if obstacle is None and choose(name, num_threads):
+        return name != NONE
+    if is_named:
+        reason = obstacle or "this machine cannot run them (see the log)"
+        raise ConfigError(f"--cpu-kernels {name}: {reason}; use auto")
+    choose(NONE, num_threads)
+    return False
 
 
 def pick_num_threads(config: EngineConfig, seat: RankSeat | None) -> int:

@@ -10,20 +10,24 @@ import torch
 from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
+from moe_serve.kernels.cpu.packed import PackedWeight
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def expert_weights(bank: ExpertBank, slot: int) -> tuple[Tensor, Tensor]:
     """Views of the bank."""
-    return bank.gate_up_EGD.detach()[slot], bank.down_EDF.detach()[slot]
+    gate_up, down = bank.weights
+    return gate_up[slot], down[slot]
 
 
 def expert_kind(bank: ExpertBank) -> str:
     """Equal for banks whose experts can replace each other. Example: `float32 [8, 4], [4, 4]`."""
     gate_up, down = bank.gate_up_EGD, bank.down_EDF
     name = str(gate_up.dtype).removeprefix("torch.")
-    return f"{name} {list(gate_up.shape[1:])}, {list(down.shape[1:])}"
+    shapes = f"{list(gate_up.shape[1:])}, {list(down.shape[1:])}"
+    order = "packed " if isinstance(gate_up, PackedWeight) else ""
+    return f"{order}{name} {shapes}"
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.kernels.linear import linear
 from moe_serve.layers.projection import empty_parameter
 from moe_serve.models.shard import ModelShard
@@ -51,7 +52,7 @@ class Embedding(nn.Module):
 
 
 def gather_logits(
-    hidden_RD: Tensor, weight_vD: Tensor, vocab_size: int, group: RankGroup
+    hidden_RD: Tensor, weight_vD: Tensor | PackedWeight, vocab_size: int, group: RankGroup
 ) -> Tensor | None:
     """Scores of the whole vocabulary [R, V] at the lane's first rank; None at the others."""
     logits_Rv = linear(hidden_RD, weight_vD)

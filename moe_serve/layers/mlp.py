@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_serve.kernels.cpu.packed import PackedWeight
+from moe_serve.kernels.cpu.products import linear_activation_cpu
 from moe_serve.kernels.silu_mul import gated_activation
 from moe_serve.layers.projection import Projection
 from moe_serve.layers.row_parallel import RowParallel
@@ -36,7 +38,7 @@ class GatedMLP(nn.Module):
         self.down = Projection(inner_size, hidden_size, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down(gated_activation(self.gate_up(x_TD), self.activation))
+        y_TD: Tensor = self.down(_activate(self.gate_up, x_TD, self.activation))
         return y_TD
 
 
@@ -59,6 +61,14 @@ class DenseMLP(nn.Module):
         self.down = RowParallel(spec.inner_size, hidden_size, columns, dtype=dtype, device=device)
 
     def forward(self, x_tD: Tensor, slices: TokenSlices) -> Tensor:
-        gate_up = self.gate_up(slices.gather(x_tD))
-        y_tD: Tensor = self.down(gated_activation(gate_up, self.activation), slices)
+        acts = _activate(self.gate_up, slices.gather(x_tD), self.activation)
+        y_tD: Tensor = self.down(acts, slices)
         return y_tD
+
+
+def _activate(gate_up: Projection, x_TD: Tensor, activation: str) -> Tensor:
+    """[T, D] through both projections -> [T, F]."""
+    weight = gate_up.weight_ND
+    if isinstance(weight, PackedWeight) and weight.is_paired:
+        return linear_activation_cpu(x_TD, weight, activation)
+    return gated_activation(gate_up(x_TD), activation)

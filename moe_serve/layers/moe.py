@@ -10,6 +10,7 @@ from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.layer import ExpertPath, make_expert_path
 from moe_serve.experts.load import ExpertLoad
 from moe_serve.experts.placement import LayerPlacement
+from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.kernels.elementwise import sigmoid
 from moe_serve.kernels.linear import linear
 from moe_serve.layers.mlp import GatedMLP
@@ -32,7 +33,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.weight_ED = empty_parameter(
+        self.weight_ED: Tensor | PackedWeight = empty_parameter(
             num_experts, hidden_size, dtype=torch.float32, device=device
         )
 

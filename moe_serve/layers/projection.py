@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.kernels.linear import linear
 
 # Shapes: T tokens, D in, N out.
@@ -28,7 +29,9 @@ class Projection(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.weight_ND = empty_parameter(out_size, in_size, dtype=dtype, device=device)
+        self.weight_ND: Tensor | PackedWeight = empty_parameter(
+            out_size, in_size, dtype=dtype, device=device
+        )
         self.bias_N = empty_parameter(out_size, dtype=dtype, device=device) if has_bias else None
 
     def forward(self, x_TD: Tensor) -> Tensor:

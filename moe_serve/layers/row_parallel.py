@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.kernels.linear import linear
 from moe_serve.layers.projection import empty_parameter
 from moe_serve.parallel.shard import Span
@@ -33,7 +34,9 @@ class RowParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.is_whole = columns.size == in_size
-        self.weight_ND = empty_parameter(out_size, columns.size, dtype=dtype, device=device)
+        self.weight_ND: Tensor | PackedWeight = empty_parameter(
+            out_size, columns.size, dtype=dtype, device=device
+        )
         self.bias_N = empty_parameter(out_size, dtype=dtype, device=device) if has_bias else None
 
     def forward(self, x_Tc: Tensor, slices: TokenSlices) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moe_serve.context import LayerKV, StepContext
 from moe_serve.experts.load import ExpertLoad
+from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.layers.attention import Attention
 from moe_serve.layers.embedding import Embedding, gather_logits
 from moe_serve.layers.mlp import DenseMLP
@@ -105,6 +106,8 @@ class Decoder(nn.Module):
         if not spec.tie_embeddings:
             own = ranks.shard.vocab(spec.vocab_size)
             self.head = Projection(spec.hidden_size, own.size, dtype=dtype, device=device)
+        # Of a table that serves both ends, packed: a copy.
+        self.tied_head: PackedWeight | None = None
         # Layers that turn alike share one table.
         self._tables = {
             layer.attention.rope: RotaryTable(
@@ -154,7 +157,9 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor | None:
         """Scores of the next token -> [R, V] fp32 at the lane's leader; None at its other ranks."""
-        weight_VD = self.embedding.weight_VD if self.head is None else self.head.weight_ND
+        weight_VD: Tensor | PackedWeight = self.tied_head or self.embedding.weight_VD
+        if self.head is not None:
+            weight_VD = self.head.weight_ND
         logits_RV = gather_logits(hidden_RD, weight_VD, self.spec.vocab_size, self.ranks.lane)
         if logits_RV is None:
             return None
