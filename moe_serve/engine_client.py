@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import zmq
 import zmq.asyncio
 
-from moe_serve import wire
+from moe_serve import engine_environment, wire
 from moe_serve.config import EngineConfig
 from moe_serve.engine_addresses import EngineAddresses
 from moe_serve.errors import EngineDeadError, EngineError, RequestError, RequestFailedError
@@ -289,6 +290,7 @@ def _short_folder() -> str | None:
 
 
 def _run_engine(config: EngineConfig, addresses: EngineAddresses, log_level: str) -> None:
+    engine_environment.prepare(os.environ)
     from moe_serve.engine_process import run
 
     run(config, addresses, log_level)
