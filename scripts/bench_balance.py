@@ -23,7 +23,6 @@ import itertools
 import os
 import platform
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from balance_bench.compare import Case, Floats, Result, compare
 from balance_bench.loads import LoadSet, recorded_sets, zipf_set
 from balance_bench.published import matches_worked_example
 
+from moe_serve.bench.ruler import Spread
 from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
 from moe_serve.experts.placement import Placement, slots_of_ranks
@@ -82,8 +82,7 @@ def even(balancedness_L: Floats) -> str:
 
 
 def spread(seconds: list[float]) -> str:
-    low, middle, high = statistics.quantiles([1e3 * s for s in seconds], n=4, method="inclusive")
-    return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+    return str(Spread.of([1e3 * s for s in seconds]))
 
 
 def row(case: Case, result: Result) -> str:

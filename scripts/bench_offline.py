@@ -9,13 +9,13 @@ tokens; interleaved pairs, medians of output tokens (or prompt tokens) a second.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from moe_serve import LLM, SamplingParams
+from moe_serve.bench.ruler import compare
 from moe_serve.config import DTypeName
 
 # prompts, prompt tokens, new tokens
@@ -28,18 +28,14 @@ def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[in
     return ids
 
 
-def ours(llm: LLM, ids: list[list[int]], new: int) -> float:
+def ours(llm: LLM, ids: list[list[int]], new: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    start = time.perf_counter()
     outputs = llm.generate(ids, params)
-    elapsed = time.perf_counter() - start
     assert all(output.outputs[0].num_output_tokens == new for output in outputs)
-    return elapsed
 
 
-def theirs(model: torch.nn.Module, ids: list[list[int]], new: int) -> float:
+def theirs(model: torch.nn.Module, ids: list[list[int]], new: int) -> None:
     inputs = torch.tensor(ids)
-    start = time.perf_counter()
     model.generate(  # type: ignore[operator]
         inputs,
         attention_mask=torch.ones_like(inputs),
@@ -47,7 +43,6 @@ def theirs(model: torch.nn.Module, ids: list[list[int]], new: int) -> float:
         min_new_tokens=new,
         do_sample=False,
     )
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -63,14 +58,16 @@ def main() -> None:
     print("| prompts | in | out | ours tok/s | transformers tok/s | ratio |")
     print("|---|---|---|---|---|---|")
     for count, length, new in LOADS:
-        pairs = []
-        for seed in range(args.pairs + 1):
-            ids = prompts(count, length, llm.engine.info.vocab_size, seed)
-            pairs.append((ours(llm, ids, new), theirs(model, ids, new)))
-        # The first pair warms both up.
+        ids = prompts(count, length, llm.engine.info.vocab_size, 0)
+        found = compare(
+            [partial(ours, llm, ids, new)], [partial(theirs, model, ids, new)], args.pairs
+        )
         total = count * (new if new >= length else length + new)
-        a, b = (total / statistics.median(column) for column in zip(*pairs[1:], strict=True))
-        print(f"| {count} | {length} | {new} | {a:.0f} | {b:.0f} | {a / b:.2f} |", flush=True)
+        a, b = (total / one.median * 1e6 for one in (found.ours, found.theirs))
+        print(
+            f"| {count} | {length} | {new} | {a:.0f} | {b:.0f} | {found.ratio.median:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

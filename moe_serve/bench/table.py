@@ -17,7 +17,8 @@ class Table:
         self._rows.append([str(cell) for cell in cells])
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        # Two at least: the rule below a number needs a dash and a colon.
+        widths = [max(2, *map(len, column)) for column in zip(*self._rows, strict=True)]
         rules = [
             "-" * width if index < self._num_text_columns else "-" * (width - 1) + ":"
             for index, width in enumerate(widths)

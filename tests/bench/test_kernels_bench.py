@@ -155,19 +155,27 @@ def test_the_nearer_limit_counts() -> None:
     memory = time_case(case(num_bytes=2000.0, flops=4000.0), LIMITS, 10, 1.0)
     assert (memory.limit, memory.limit_us, memory.is_cached) == ("memory", 2.0, False)
     products = time_case(case(num_bytes=2000.0, flops=16000.0, footprint=19), LIMITS, 10, 1.0)
-    assert (products.limit, products.limit_us, products.is_cached) == ("products", 4.0, True)
+    assert (products.limit, products.limit_us, products.is_cached) == ("products", 4.0, False)
+
+
+def test_memory_is_no_limit_to_what_is_in_the_cache() -> None:
+    products = time_case(case(num_bytes=1e6, flops=4000.0, footprint=14), LIMITS, 10, 1.0)
+    assert (products.limit, products.limit_us, products.is_cached) == ("products", 1.0, True)
+    nothing = time_case(case(num_bytes=1e6, flops=0.0, footprint=14), LIMITS, 10, 1.0)
+    assert (nothing.limit, nothing.limit_us) == ("unknown", 0.0)
+    assert rows_table([nothing]).splitlines()[-1].split("|")[-2].strip() == ""
 
 
 def test_rates_and_shares_follow_from_the_median() -> None:
     row = Row(
         op="op", shape="8x8", tokens=3, us=Spread(10.0, 9.0, 11.0), num_bytes=5000.0, flops=0.0,
-        limit="memory", limit_us=5.0, is_cached=True,
+        limit="products", limit_us=5.0, is_cached=True,
     )  # fmt: skip
     assert row.share == 0.5
     assert row.values()["gigabytes_per_second"] == 0.5
     cells = [cell.strip() for cell in rows_table([row]).splitlines()[-1].split("|")[1:-1]]
     assert cells == [
-        "op", "8x8", "3", "10.0", "9.0 to 11.0", "0.5", "", "memory, in cache", "50%",
+        "op", "8x8", "3", "10.0", "9.0 to 11.0", "0.5", "", "products, in cache", "50%",
     ]  # fmt: skip
 
 

@@ -166,6 +166,10 @@ def test_a_table_is_markdown_with_numbers_to_the_right() -> None:
     ]
 
 
+def test_a_table_of_short_cells_is_markdown_too() -> None:
+    assert str(Table(["op", "T"])).splitlines() == ["| op |  T |", "| -- | -: |"]
+
+
 def test_the_processor_is_named_where_the_system_does(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor : 0\nmodel name : Some CPU @ 2 GHz\nmodel name : other\n")

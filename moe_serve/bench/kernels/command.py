@@ -22,7 +22,7 @@ EPILOG = """\
 This measures the CPU; scripts/bench_kernels.py measures a GPU. Weights are made up, in the shapes
 of the model, as many layers as it has: calls take turns over them, as in a step. Bytes and
 operations are the least that must be moved and done. `in cache`: all that the calls read fits the
-last cache, so that they may beat memory."""
+last cache, so that memory is no limit."""
 TOKENS = "1,8,64,512"
 # The options of an engine that change what is measured here.
 ENGINE_OPTIONS = (

@@ -14,15 +14,15 @@ from moe_serve.bench.limits import Limits
 from moe_serve.bench.ruler import Spread, time_calls
 from moe_serve.bench.table import Table
 
-# What stays in a cache that is nearly full is anybody's guess.
-_COLD_CACHES = 2
+# What stays in a cache that is nearly full is anybody's guess; of more, taken in turns, nothing.
+_COLD_CACHES = 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """`us` of one call. `limit_us`: what its bytes or its products take at the limits, whichever
-    is more (`limit`). `is_cached`: the calls find what they read in the last cache, so that they
-    may be faster than memory.
+    is more (`limit`). `is_cached`: the calls find what they read in the last cache, so that memory
+    is no limit, and without products (`limit_us` 0) none is known.
     """
 
     op: str
@@ -51,7 +51,8 @@ class Row:
 
 
 def time_case(case: Case, limits: Limits, cache_bytes: int, budget_us: float) -> Row:
-    read_us = case.num_bytes / limits.read * 1e6
+    is_cached = case.footprint < _COLD_CACHES * cache_bytes
+    read_us = 0.0 if is_cached else case.num_bytes / limits.read * 1e6
     multiply_us = case.flops / limits.operations(case.dtype) * 1e6
     return Row(
         op=case.op,
@@ -60,9 +61,9 @@ def time_case(case: Case, limits: Limits, cache_bytes: int, budget_us: float) ->
         us=time_calls(case.calls, budget_us=budget_us),
         num_bytes=case.num_bytes,
         flops=case.flops,
-        limit="memory" if read_us >= multiply_us else "products",
+        limit="memory" if read_us > multiply_us else "products" if multiply_us else "unknown",
         limit_us=max(read_us, multiply_us),
-        is_cached=case.footprint < _COLD_CACHES * cache_bytes,
+        is_cached=is_cached,
     )
 
 
@@ -82,8 +83,8 @@ def rows_table(rows: Sequence[Row]) -> str:
             f"{row.us.low:.1f} to {row.us.high:.1f}",
             f"{rates['gigabytes_per_second']:.1f}",
             f"{flops:.1f}" if flops else "",
-            row.limit + ", in cache" * row.is_cached,
-            f"{row.share:.0%}",
+            "in cache" if not row.limit_us else row.limit + ", in cache" * row.is_cached,
+            f"{row.share:.0%}" if row.limit_us else "",
         )
     return str(table)
 
