@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
+import moe_serve.builtin
 from moe_serve.bench.serving.bodies import Planned, Wording
 from moe_serve.bench.serving.loads import Given, Load, Synthetic
 from moe_serve.bench.serving.material import (
@@ -112,6 +113,17 @@ def test_ids_are_ordinary_ones(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="--tokenizer .*tokenizer.json cannot be read"):
         from_tokenizer(str(tmp_path))
+
+
+def test_text_of_a_tokenizer_has_as_many_tokens() -> None:
+    path = Path(moe_serve.builtin.__path__[0], "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    lengths = Lengths(input_len=60, output_len=1, shared_prefix_len=40)
+    prompts = made(lengths, 17, material=from_tokenizer(str(path)), is_text=True)
+    texts = [str(prompt.content) for prompt in prompts]
+    assert len({text[:60] for text in texts}) == 1 and len(set(texts)) == 17
+    cut = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    assert 97 < sum(cut) / 17 < 101 and max(cut) <= 104
 
 
 def test_words_and_probes_are_text() -> None:

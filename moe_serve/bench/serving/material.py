@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Below it, vocabularies keep their special tokens and single bytes, where they are large enough.
 _FIRST_ID = 300
+# To cut a text to its number of tokens: what is cut off may change how the rest is cut.
+_TRIES = 4
 # Whole words, a token each in most vocabularies with the space before.
 _WORDS = (
     "the of and to in is was for on that with as it by at from his her they this are be not have "
@@ -73,7 +75,22 @@ def from_tokenizer(path: str) -> Material:
     ids = sorted(set(tokenizer.get_vocab(with_added_tokens=False).values()) - set(added))
     if not ids:
         raise ConfigError(f"--tokenizer {file} has no ordinary token")
-    return Material(np.array(ids), lambda some: tokenizer.decode(list(some)))
+    return Material(np.array(ids), lambda some: _text_of(tokenizer, some))
+
+
+def _text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of as many tokens as `ids`, or of a few more or less.
+
+    Random tokens side by side make text that is cut elsewhere, and mostly into more; what is too
+    much is taken off the end, so that equal beginnings stay equal.
+    """
+    text: str = tokenizer.decode(list(ids))
+    for _ in range(_TRIES):
+        cut = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(cut) <= len(ids):
+            break
+        text = tokenizer.decode(cut[: len(ids)])
+    return text
 
 
 def probe_text(seed: int, num_letters: int) -> str:
