@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.bench.step import serving, targets
+from moe_serve.bench.step import command, serving, targets
 from moe_serve.bench.step.breakdown import Overhead, in_order, part_times, parts_table
 from moe_serve.bench.step.chrome_trace import chrome_trace
 from moe_serve.bench.step.load import DecodeLoad, PrefillLoad
@@ -264,3 +264,11 @@ def test_what_cannot_be_looked_into_is_refused(
 ) -> None:
     assert main(["bench", "step", *argv]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_gpu_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "pick_device", lambda name: torch.device("cuda"))
+    assert main(["bench", "step"]) == 2
+    assert "give --device cpu" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,11 +93,3 @@ def parts_table(title: str, times: Sequence[PartTime], has_sum: bool = True) -> 
 def values(times: Sequence[PartTime]) -> list[dict[str, Any]]:
     """For JSON."""
     return [dataclasses.asdict(one) | {"us": one.us._asdict()} for one in times]
-
-
-def median_ns(steps: Sequence[Sequence[Event]], part: str) -> float:
-    """Of the whole calls of a part, those inside them included."""
-    return statistics.median(
-        sum(event.stop_ns - event.start_ns for event in events if event.part == part)
-        for events in steps
-    )

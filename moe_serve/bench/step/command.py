@@ -17,6 +17,7 @@ from moe_serve.bench.step.probes import Recorder
 from moe_serve.config import EngineConfig
 from moe_serve.errors import ConfigError
 from moe_serve.llm import LLM
+from moe_serve.rank_setup import pick_device
 
 EPILOG = """\
 Times are a part's own: what other parts take inside it is theirs. A decode step's context is made
@@ -58,13 +59,8 @@ def run(args: argparse.Namespace) -> int:
     offline.check_at_least(args, 1, "num_iters")
     load = _load(args)
     config = load.fitting(read_engine_config(args, prog="moe-serve bench step"))
-    _check_is_one_rank(config)
+    _check_can_be_looked_into(config)
     with LLM(**config.engine_options()) as llm:
-        if llm.engine.info.device != "cpu":
-            raise ConfigError(
-                f"--device {llm.engine.info.device}: a GPU runs behind the host, whose clock "
-                "cannot tell its parts; give --device cpu"
-            )
         print(f"{offline.headline(llm.config, llm.engine.info)}\n{load.name}\n", flush=True)
         measured = _measure(args, llm, load)
         facts = offline.about(llm.config, llm.engine.info)
@@ -92,10 +88,16 @@ def _load(args: argparse.Namespace) -> Load:
     return DecodeLoad(batch_size=args.batch_size, context=args.context, rng=rng)
 
 
-def _check_is_one_rank(config: EngineConfig) -> None:
+def _check_can_be_looked_into(config: EngineConfig) -> None:
     num_ranks = (config.tensor_parallel_size or 1) * config.data_parallel_size
     if num_ranks > 1:
         raise ConfigError(f"one rank can be looked into, not {num_ranks}; drop the sizes")
+    device = pick_device(config.device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"--device {config.device}: a GPU runs behind the host, whose clock cannot tell its "
+            "parts; give --device cpu"
+        )
 
 
 def _measure(args: argparse.Namespace, llm: LLM, load: Load) -> Measured:

@@ -53,37 +53,50 @@ def measure(
     """
     load.prepare(engine, num_warm_up + 2 * num_steps)
     answerer.follow(load.requests)
+    taker = _Taker(engine, load, answerer, recorder, clock)
     for _ in range(num_warm_up):
-        load.before_step(engine)
-        take_step(engine)
-    targets = engine_targets(engine)
-    pairs, steps, served = [], [], []
+        taker.plain_step()
+    pairs = []
+    for number in range(num_steps):
+        if number % 2 == 0:
+            pairs.append((taker.plain_step(), taker.probed_step()))
+        else:
+            probed = taker.probed_step()
+            pairs.append((taker.plain_step(), probed))
+    return Measured(overhead=Overhead.of(pairs), steps=taker.steps, served=taker.served)
 
-    def plain_step() -> float:
-        load.before_step(engine)
-        began = clock()
-        take_step(engine)
-        return (clock() - began) / 1e3
 
-    def probed_step() -> float:
+class _Taker:
+    """Takes one step after the other; `steps` and `served` as in `Measured`."""
+
+    def __init__(
+        self, engine: Engine, load: Load, answerer: Answerer, recorder: Recorder, clock: Clock
+    ) -> None:
+        self.steps: list[list[Event]] = []
+        self.served: list[list[Event]] = []
+        self._engine, self._load = engine, load
+        self._answerer, self._recorder, self._clock = answerer, recorder, clock
+        self._targets = engine_targets(engine)
+
+    def plain_step(self) -> float:
+        """Microseconds; so the other."""
+        return self._step()[0]
+
+    def probed_step(self) -> float:
+        load, recorder, answerer = self._load, self._recorder, self._answerer
         known = load.requests
-        load.before_step(engine)
         recorder.take()
-        with recorder.probing(targets):
-            began = clock()
-            outputs = take_step(engine)
-            took = clock() - began
-        steps.append(recorder.take())
+        with recorder.probing(self._targets):
+            took, outputs = self._step()
+        self.steps.append(recorder.take())
         if load.requests is not known:
             answerer.bring(load.requests)
         answerer.answer(outputs)
-        served.append(recorder.take())
-        return took / 1e3
+        self.served.append(recorder.take())
+        return took
 
-    for number in range(num_steps):
-        if number % 2 == 0:
-            pairs.append((plain_step(), probed_step()))
-        else:
-            probed = probed_step()
-            pairs.append((plain_step(), probed))
-    return Measured(overhead=Overhead.of(pairs), steps=steps, served=served)
+    def _step(self) -> tuple[float, EngineOutputs]:
+        self._load.before_step(self._engine)
+        began = self._clock()
+        outputs = take_step(self._engine)
+        return (self._clock() - began) / 1e3, outputs
