@@ -19,7 +19,7 @@ from moe_serve.bench.step.breakdown import Overhead, in_order, part_times, parts
 from moe_serve.bench.step.chrome_trace import chrome_trace
 from moe_serve.bench.step.load import DecodeLoad, PrefillLoad
 from moe_serve.bench.step.measure import Answerer, Measured, measure
-from moe_serve.bench.step.probes import Event, Recorder, Target
+from moe_serve.bench.step.probes import Event, Recorder, Target, probe_us
 from moe_serve.bench.step.serving import ServedStep
 from moe_serve.bench.step.targets import engine_targets
 from moe_serve.cli import main
@@ -124,9 +124,22 @@ def test_parts_have_medians_of_steps_and_shares_of_all() -> None:
 
 
 def test_what_probes_add_is_told_pair_by_pair() -> None:
-    overhead = Overhead.of([(100.0, 101.0), (200.0, 204.0), (50.0, 51.5)])
+    pairs = [(100.0, 101.0), (200.0, 204.0), (50.0, 51.5)]
+    overhead = Overhead.of(pairs, num_probes=20, probe_us=0.25)
     assert overhead.ratio.median == 1.02
     assert "probes add 2.0 % [1.5, 2.5]" in str(overhead)
+    assert "20 probes of 0.25 us: 5.0% of a step" in str(overhead)
+
+
+def test_a_probe_costs_what_its_looks_at_the_clock_take() -> None:
+    hands = Hands()
+
+    def clock() -> int:
+        hands.now += 1000
+        return hands.now
+
+    # Two looks more than without a probe, a microsecond each.
+    assert probe_us(clock) == pytest.approx(2.0, rel=0.02)
 
 
 def test_a_trace_has_what_a_viewer_needs_of_each_event() -> None:
@@ -207,7 +220,8 @@ def test_a_decode_step_has_every_part_and_each_layer_once(llm: LLM, engine: Engi
 def test_each_prefill_is_a_new_prompt_whose_message_is_read_too(llm: LLM, engine: Engine) -> None:
     load = PrefillLoad(num_tokens=9, rng=np.random.default_rng(0))
     measured = look(engine, load, llm.tokenizer)
-    assert load.count == 5 and not engine.has_work
+    # One to warm up, and before each of four that count one that does not.
+    assert load.count == 9 and not engine.has_work
     assert [event.part for event in measured.served[0]] == [
         serving.SEND_REQUEST, serving.READ_REQUEST, serving.SEND_OUTPUTS, serving.READ_OUTPUTS,
         serving.DETOKENIZE, serving.FORMAT,

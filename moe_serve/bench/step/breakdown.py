@@ -52,26 +52,37 @@ def in_order(times: Sequence[PartTime], order: Sequence[str]) -> list[PartTime]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Steps without and with probes, in pairs: microseconds, and the ratio of each pair."""
+    """Steps without and with probes, in pairs: microseconds, and the ratio of each pair.
+
+    `num_probes` of a step, each of which takes `probe_us` where nothing disturbs it.
+    """
 
     plain: Spread
     probed: Spread
     ratio: Spread
+    num_probes: float
+    probe_us: float
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> Overhead:
+    def of(
+        cls, pairs: Sequence[tuple[float, float]], *, num_probes: float, probe_us: float
+    ) -> Overhead:
         """(without, with) of each pair, in microseconds."""
         return cls(
             plain=Spread.of([pair[0] for pair in pairs]),
             probed=Spread.of([pair[1] for pair in pairs]),
             ratio=Spread.of([pair[1] / pair[0] for pair in pairs]),
+            num_probes=num_probes,
+            probe_us=probe_us,
         )
 
     def __str__(self) -> str:
         low, middle, high = sorted(100 * (share - 1) for share in self.ratio)
         return (
             f"step without probes {self.plain} us, with probes {self.probed} us: probes add "
-            f"{middle:.1f} % [{low:.1f}, {high:.1f}]"
+            f"{middle:.1f} % [{low:.1f}, {high:.1f}]\n{self.num_probes:.0f} probes of "
+            f"{self.probe_us:.2f} us: {self.num_probes * self.probe_us / self.plain.median:.1%} "
+            "of a step"
         )
 
 

@@ -148,6 +148,8 @@ def _values(measured: Measured, load: Load) -> dict[str, Any]:
         "plain_us": overhead.plain._asdict(),
         "probed_us": overhead.probed._asdict(),
         "probed_to_plain": overhead.ratio._asdict(),
+        "num_probes": overhead.num_probes,
+        "probe_us": overhead.probe_us,
         "parts": breakdown.values(breakdown.part_times(measured.steps)),
         "served": breakdown.values(_served(measured)),
     }

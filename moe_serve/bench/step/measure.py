@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 
 from moe_serve.bench.ruler import Clock
 from moe_serve.bench.step.breakdown import Overhead
 from moe_serve.bench.step.load import Load, take_step
-from moe_serve.bench.step.probes import Event, Recorder
+from moe_serve.bench.step.probes import Event, Recorder, probe_us
 from moe_serve.bench.step.targets import engine_targets
 from moe_serve.engine import Engine
 from moe_serve.messages import AddRequest, EngineOutputs
@@ -47,15 +48,16 @@ def measure(
     recorder: Recorder,
     clock: Clock = time.perf_counter_ns,
 ) -> Measured:
-    """`num_steps` pairs of steps; which of a pair comes first alternates.
+    """`num_steps` pairs of steps; which of a pair comes first alternates, and before each is one
+    of its kind that does not count.
 
     `recorder` is the one that `answerer` records to, if it does.
     """
-    load.prepare(engine, num_warm_up + 2 * num_steps)
+    load.prepare(engine, num_warm_up + 4 * num_steps)
     answerer.follow(load.requests)
     taker = _Taker(engine, load, answerer, recorder, clock)
     for _ in range(num_warm_up):
-        taker.plain_step()
+        taker.step()
     pairs = []
     for number in range(num_steps):
         if number % 2 == 0:
@@ -63,7 +65,12 @@ def measure(
         else:
             probed = taker.probed_step()
             pairs.append((taker.plain_step(), probed))
-    return Measured(overhead=Overhead.of(pairs), steps=taker.steps, served=taker.served)
+    overhead = Overhead.of(
+        pairs,
+        num_probes=statistics.fmean(map(len, taker.steps)),
+        probe_us=probe_us(clock),
+    )
+    return Measured(overhead=overhead, steps=taker.steps, served=taker.served)
 
 
 class _Taker:
@@ -78,25 +85,30 @@ class _Taker:
         self._answerer, self._recorder, self._clock = answerer, recorder, clock
         self._targets = engine_targets(engine)
 
+    def step(self) -> tuple[float, EngineOutputs]:
+        """Microseconds, and what came of it."""
+        self._load.before_step(self._engine)
+        began = self._clock()
+        outputs = take_step(self._engine)
+        return (self._clock() - began) / 1e3, outputs
+
     def plain_step(self) -> float:
-        """Microseconds; so the other."""
-        return self._step()[0]
+        """Microseconds; so the other. Of the second of two: the first finds caches, of the
+        processor and of the interpreter, that know another way.
+        """
+        self.step()
+        return self.step()[0]
 
     def probed_step(self) -> float:
         load, recorder, answerer = self._load, self._recorder, self._answerer
-        known = load.requests
-        recorder.take()
         with recorder.probing(self._targets):
-            took, outputs = self._step()
+            self.step()
+            recorder.take()
+            known = load.requests
+            took, outputs = self.step()
         self.steps.append(recorder.take())
         if load.requests is not known:
             answerer.bring(load.requests)
         answerer.answer(outputs)
         self.served.append(recorder.take())
         return took
-
-    def _step(self) -> tuple[float, EngineOutputs]:
-        self._load.before_step(self._engine)
-        began = self._clock()
-        outputs = take_step(self._engine)
-        return (self._clock() - began) / 1e3, outputs

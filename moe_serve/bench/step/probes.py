@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moe_serve.bench.ruler import Clock
+from moe_serve.bench.ruler import Clock, compare
 
 
 class Event(NamedTuple):
@@ -76,6 +76,17 @@ class Recorder:
                 undo.callback(_restorer(owner, attribute))
                 setattr(owner, attribute, self.timed(getattr(owner, attribute), part, label))
             yield
+
+
+def probe_us(clock: Clock = time.perf_counter_ns) -> float:
+    """What one probe adds to what it times."""
+    recorder = Recorder(clock)
+
+    def nothing() -> None:
+        pass
+
+    found = compare([nothing], [recorder.timed(nothing, "part")], pairs=21, clock=clock)
+    return found.theirs.median - found.ours.median
 
 
 def _restorer(owner: Any, attribute: str) -> Callable[[], None]:
