@@ -75,13 +75,14 @@ def can_pack(weight: Tensor) -> bool:
 
 def _move(weight: Tensor, library: Library, *, is_paired: bool, unpack: bool) -> None:
     rows, columns = weight.shape[-2:]
+    steps = columns * weight.element_size() // 4
     matrices = weight.view(-1, rows, columns)
-    step = max(1, _BYTES_AT_ONCE // max(1, matrices[0].nbytes))
-    for first in range(0, len(matrices), step):
-        part = matrices[first : first + step]
+    number = max(1, _BYTES_AT_ONCE // matrices[0].nbytes)
+    for first in range(0, len(matrices), number):
+        part = matrices[first : first + number]
         before = part.clone()
         library.kernels.moe_serve_pack(
             ctypes.c_void_p(before.data_ptr()), ctypes.c_void_p(part.data_ptr()),
-            ctypes.c_int64(len(part)), ctypes.c_int64(rows), ctypes.c_int64(columns),
-            DTYPES[weight.dtype], int(is_paired), int(unpack), library.num_threads,
+            ctypes.c_int64(len(part)), ctypes.c_int64(rows), ctypes.c_int64(steps),
+            int(is_paired), int(unpack), library.num_threads,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include "api.h"
 #include "parallel.h"
@@ -67,27 +68,54 @@ int64_t row_in(int64_t first, int64_t width, int64_t j, int64_t rows, bool paire
   return j < half ? first / 2 + j : rows / 2 + first / 2 + (j - half);
 }
 
-template <class T>
-void move_matrix(const T* from, T* to, int64_t rows, int64_t columns, bool paired, bool unpack) {
-  constexpr int64_t ELEMENTS = 4 / sizeof(T);
-  for (int64_t first = 0; first < rows; first += BLOCK) {
-    const int64_t width = rows - first < BLOCK ? rows - first : BLOCK;
-    const int64_t block = first * columns;
-    // A few lines of each row at a time, so that they stay in the cache while they are spread.
-    for (int64_t start = 0; start < columns; start += 64) {
-      const int64_t stop = start + 64 < columns ? start + 64 : columns;
-      for (int64_t j = 0; j < width; j++) {
-        const int64_t row = row_in(first, width, j, rows, paired) * columns;
-        for (int64_t k = start; k < stop; k += ELEMENTS) {
-          const int64_t packed = block + k * width + j * ELEMENTS;
-          if (unpack)
-            memcpy(to + row + k, from + packed, 4);
-          else
-            memcpy(to + packed, from + row + k, 4);
-        }
+// Steps of 4 bytes: rows of a matrix become columns of its blocks, four by four.
+struct Layout {
+  int64_t rows, steps;
+  bool paired;
+};
+
+// Row numbers and their places, of the block at `first`: `row[j]` becomes column j.
+int64_t rows_of_block(const Layout& layout, int64_t first, int64_t row[BLOCK]) {
+  const int64_t width = layout.rows - first < BLOCK ? layout.rows - first : BLOCK;
+  for (int64_t j = 0; j < width; j++)
+    row[j] = row_in(first, width, j, layout.rows, layout.paired) * layout.steps;
+  return width;
+}
+
+void pack_block(const uint32_t* from, uint32_t* block, const Layout& layout, int64_t first) {
+  int64_t row[BLOCK];
+  const int64_t width = rows_of_block(layout, first, row);
+  // A line of each row at a time, so that they stay in the cache while they are spread.
+  for (int64_t start = 0; start < layout.steps; start += 16) {
+    const int64_t stop = start + 16 < layout.steps ? start + 16 : layout.steps;
+    int64_t j = 0;
+    for (; j + 4 <= width; j += 4) {
+      auto load = [&](int64_t i, int64_t k) {
+        return _mm_loadu_ps(reinterpret_cast<const float*>(from + row[j + i] + k));
+      };
+      int64_t k = start;
+      for (; k + 4 <= stop; k += 4) {
+        __m128 a = load(0, k), b = load(1, k), c = load(2, k), d = load(3, k);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        float* at = reinterpret_cast<float*>(block + k * width + j);
+        _mm_storeu_ps(at, a);
+        _mm_storeu_ps(at + width, b);
+        _mm_storeu_ps(at + 2 * width, c);
+        _mm_storeu_ps(at + 3 * width, d);
       }
+      for (; k < stop; k++)
+        for (int i = 0; i < 4; i++) block[k * width + j + i] = from[row[j + i] + k];
     }
+    for (; j < width; j++)
+      for (int64_t k = start; k < stop; k++) block[k * width + j] = from[row[j] + k];
   }
+}
+
+void unpack_block(const uint32_t* block, uint32_t* to, const Layout& layout, int64_t first) {
+  int64_t row[BLOCK];
+  const int64_t width = rows_of_block(layout, first, row);
+  for (int64_t j = 0; j < width; j++)
+    for (int64_t k = 0; k < layout.steps; k++) to[row[j] + k] = block[k * width + j];
 }
 
 }  // namespace
@@ -106,17 +134,19 @@ const char* moe_serve_choose(const char* name) {
   return nullptr;
 }
 
-// Matrices [rows, columns], one after the other, into the order that kernels read, or back.
-void moe_serve_pack(const void* from, void* to, int64_t matrices, int64_t rows, int64_t columns,
-                    int32_t dtype, int32_t paired, int32_t unpack, int32_t threads) {
-  const int64_t size = rows * columns;
-  for_each(matrices, threads, [=](int64_t m) {
-    if (dtype == MOE_SERVE_FLOAT32)
-      move_matrix(static_cast<const uint32_t*>(from) + m * size,
-                  static_cast<uint32_t*>(to) + m * size, rows, columns, paired, unpack);
+// Matrices [rows, steps] of 4 bytes, one after the other, into the order that kernels read, or back.
+void moe_serve_pack(const void* from, void* to, int64_t matrices, int64_t rows, int64_t steps,
+                    int32_t paired, int32_t unpack, int32_t threads) {
+  const Layout layout{rows, steps, paired != 0};
+  const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+  for_each(matrices * blocks, threads, [=](int64_t item) {
+    const int64_t matrix = item / blocks * rows * steps, first = item % blocks * BLOCK;
+    const uint32_t* source = static_cast<const uint32_t*>(from) + matrix;
+    uint32_t* target = static_cast<uint32_t*>(to) + matrix;
+    if (unpack)
+      unpack_block(source + first * steps, target, layout, first);
     else
-      move_matrix(static_cast<const uint16_t*>(from) + m * size,
-                  static_cast<uint16_t*>(to) + m * size, rows, columns, paired, unpack);
+      pack_block(source, target + first * steps, layout, first);
   });
 }
 
