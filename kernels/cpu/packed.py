@@ -14,7 +14,7 @@ from moe_serve.kernels.cpu.library import Library
 # Shapes: E experts, N rows of a weight (columns of the product), K columns.
 
 # Repacked at once: of these a copy exists meanwhile.
-_BYTES_AT_ONCE = 32 << 20
+_BYTES_AT_ONCE = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,9 +78,11 @@ def _move(weight: Tensor, library: Library, *, is_paired: bool, unpack: bool) ->
     steps = columns * weight.element_size() // 4
     matrices = weight.view(-1, rows, columns)
     number = max(1, _BYTES_AT_ONCE // matrices[0].nbytes)
+    # Fresh memory for each part would cost more than the packing.
+    scratch = torch.empty_like(matrices[:number])
     for first in range(0, len(matrices), number):
         part = matrices[first : first + number]
-        before = part.clone()
+        before = scratch[: len(part)].copy_(part)
         library.kernels.moe_serve_pack(
             ctypes.c_void_p(before.data_ptr()), ctypes.c_void_p(part.data_ptr()),
             ctypes.c_int64(len(part)), ctypes.c_int64(rows), ctypes.c_int64(steps),

@@ -86,8 +86,8 @@ void pack_block(const uint32_t* from, uint32_t* block, const Layout& layout, int
   int64_t row[BLOCK];
   const int64_t width = rows_of_block(layout, first, row);
   // A line of each row at a time, so that they stay in the cache while they are spread.
-  for (int64_t start = 0; start < layout.steps; start += 16) {
-    const int64_t stop = start + 16 < layout.steps ? start + 16 : layout.steps;
+  for (int64_t start = 0; start < layout.steps; start += 64) {
+    const int64_t stop = start + 64 < layout.steps ? start + 64 : layout.steps;
     int64_t j = 0;
     for (; j + 4 <= width; j += 4) {
       auto load = [&](int64_t i, int64_t k) {
