@@ -75,10 +75,12 @@ class FakeServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await self._answer(reader, writer):
-                pass
-        writer.close()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while await self._answer(reader, writer):
+                    pass
+        finally:
+            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -140,4 +142,5 @@ async def _stop(listening: asyncio.Server) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.sleep(0)
+    for _ in range(3):  # the transports close in the next rounds of the loop
+        await asyncio.sleep(0)
