@@ -35,7 +35,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def planned(num: int, due: float = 0.0) -> list[Planned]:
-    return [Planned(due=due, body=b'{"n": %d}' % n, num_input=5) for n in range(num)]
+    return [Planned(due=due, body=b'{"n": %d}' % n, num_input=5, num_wanted=2) for n in range(num)]
 
 
 def load(
@@ -162,7 +162,9 @@ class Stepped:
 
 def stepped(numbers: list[int], max_concurrency: int | None) -> list[tuple[str, int]]:
     client: Any = Stepped()
-    requests = [Planned(due=0.0, body=b"%d" % number, num_input=1) for number in numbers]
+    requests = [
+        Planned(due=0.0, body=b"%d" % number, num_input=1, num_wanted=1) for number in numbers
+    ]
     observed = asyncio.run(run_load(client, requests, max_concurrency))
     assert len(observed.outcomes) == len(numbers)
     return client.log

@@ -41,9 +41,16 @@ def run(*outcomes: Outcome, duration: float = 2.0) -> dict[str, Any]:
 
 
 def test_known_figures() -> None:
-    values = run(good(0.1, (0.02, 0.04)), good(0.3, (0.01,)), bad(), bad(), bad("closed"))
+    values = run(
+        good(0.1, (0.02, 0.04), num_wanted=4),
+        good(0.3, (0.01,), num_wanted=2),
+        bad(),
+        bad(),
+        bad("closed"),
+    )
     expected = {
-        "duration": 2.0, "completed": 2, "failed": 3, "errors": {"429: full": 2, "closed": 1},
+        "duration": 2.0, "completed": 2, "failed": 3, "short": 1,
+        "errors": {"429: full": 2, "closed": 1},
         "total_input_tokens": 14, "total_output_tokens": 5, "tokens_per_chunk": 1.0,
         "request_throughput": 1.0, "request_goodput": None, "output_throughput": 2.5,
         "total_token_throughput": 9.5, "client_cpu_share": 0.25, "p99_delay_ms": None,
@@ -175,6 +182,8 @@ def test_a_busy_client_and_lost_rows_are_told() -> None:
     values["targets"][0]["median"]["client_cpu_share"] = 0.7
     values["load"]["num_left_out"] = 4
     lines = notes(values)
+    values["targets"][0]["median"]["short"] = 3
+    assert "ours: 3 answers had fewer tokens than were asked for." in notes(values)
     assert lines[0].endswith("--trace-max-len: 4") and "busy 70% of the time" in lines[2]
 
 

@@ -209,7 +209,9 @@ def test_a_load_has_each_prompt_at_its_time() -> None:
     source = Synthetic(material=MANY, lengths=lengths, num_prompts=3, seed=0, is_text=False)
     load = Load(source=source, due=[0.0, 0.5, 2.0], wording=Wording())
     requests = load.requests(1, "m")
-    assert [(each.due, each.num_input) for each in requests] == [(0.0, 5), (0.5, 5), (2.0, 5)]
+    assert [(each.due, each.num_input, each.num_wanted) for each in requests] == [
+        (0.0, 5, 1), (0.5, 5, 1), (2.0, 5, 1),
+    ]  # fmt: skip
     assert contents(requests) == [each.content for each in source.prompts(1)]
     warmup = load.warmup(2, "m")
     assert [each.due for each in warmup] == [0.0, 0.0]

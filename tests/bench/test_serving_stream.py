@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_serve.bench.serving.bodies import Planned
 from moe_serve.bench.serving.event_parser import EventParser
 from moe_serve.bench.serving.outcome import Exchange, Outcome
 from moe_serve.bench.serving.response_parser import ResponseParser
@@ -162,7 +163,8 @@ def exchange(*stamped: tuple[float, bytes]) -> Exchange:
 
 
 def outcome(under_way: Exchange) -> Outcome:
-    return under_way.outcome(due=0.5, sent=1.0, ended=99.0, num_input=11)
+    planned = Planned(due=0.5, body=b"", num_input=11, num_wanted=4)
+    return under_way.outcome(planned, sent=1.0, ended=99.0)
 
 
 def test_times_are_from_sending_to_tokens() -> None:
@@ -174,7 +176,7 @@ def test_times_are_from_sending_to_tokens() -> None:
         )
     )  # fmt: skip
     assert result == Outcome(
-        due=0.5, sent=1.0, ended=99.0, num_input=7, num_output=3, num_chunks=3,
+        due=0.5, sent=1.0, ended=99.0, num_input=7, num_output=3, num_wanted=4, num_chunks=3,
         ttft=1.0, e2el=3.5, tpot=1.25, itl=(2.0, 0.5),
     )  # fmt: skip
 
@@ -199,6 +201,7 @@ def test_one_token_has_no_time_per_token() -> None:
         (stream(token("a"), event({"error": {"message": "out\nof memory", "code": 500}})),
          "out of memory"),
         (stream(token("a"), event({"error": "gone"}), DONE), "gone"),
+        (stream(token("a"), event({"object": "error", "message": "bad"}), DONE), "bad"),
         (stream(DONE), "the answer has no token"),
         (stream(token("a")), "the stream ended without [DONE]"),
         (stream(event("{oops")), "an event that is no chunk of the API"),

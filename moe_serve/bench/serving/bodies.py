@@ -16,11 +16,16 @@ PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/cha
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A request of a run: when to send it (seconds from the start), and its JSON."""
+    """A request of a run: when to send it (seconds from the start), and its JSON.
+
+    `num_input`: tokens of the prompt as it was made, 0 where only the server can tell;
+    `num_wanted`: most tokens of the answer.
+    """
 
     due: float
     body: bytes
     num_input: int
+    num_wanted: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,15 @@ class Wording:
     endpoint: Endpoint = "completions"
     ignore_eos: bool = True
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def planned(self, model: str, prompt: Prompt, due: float) -> Planned:
+        """Raises `ConfigError` for a prompt that the endpoint cannot take."""
+        return Planned(
+            due=due,
+            body=self.body(model, prompt),
+            num_input=prompt.num_tokens,
+            num_wanted=prompt.max_tokens,
+        )
 
     def body(self, model: str, prompt: Prompt) -> bytes:
         """Raises `ConfigError` for a prompt that the endpoint cannot take."""

@@ -72,7 +72,7 @@ class Client:
             reason = getattr(failure, "strerror", None) or str(failure) or repr(failure)
             error = error_text(reason)
         else:
-            return exchange.outcome(planned.due, sent, self.now(), planned.num_input)
+            return exchange.outcome(planned, sent, self.now())
         return Outcome(due=planned.due, sent=sent, ended=self.now(), error=error)
 
     async def _exchange(self, request: bytes) -> Exchange:

@@ -26,8 +26,8 @@ def figures(observed: Observed, objectives: Objectives | None = None) -> Figures
 
     Latencies are in ms, as `p50_ttft_ms`; ITL is over all gaps of all requests, the rest has one
     value a request. `*_delay_ms` tells how late requests were sent: what --max-concurrency held
-    back, or the client; nothing where all are due at once. Percentiles lie between the two nearest
-    values, linearly.
+    back, or the client; nothing where all are due at once. `short` counts good answers of fewer
+    tokens than were asked for. Percentiles lie between the two nearest values, linearly.
     """
     good = [each for each in observed.outcomes if each.error is None]
     errors = collections.Counter(each.error for each in observed.outcomes if each.error is not None)
@@ -40,6 +40,7 @@ def figures(observed: Observed, objectives: Objectives | None = None) -> Figures
         "completed": len(good),
         "failed": len(observed.outcomes) - len(good),
         "errors": dict(errors.most_common()),
+        "short": sum(each.num_output < each.num_wanted for each in good),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "tokens_per_chunk": num_output / num_chunks if num_chunks else None,

@@ -72,13 +72,13 @@ class Load:
         """Raises `ConfigError` for a prompt that the endpoint cannot take."""
         prompts = self.source.prompts(draw)
         return [
-            Planned(due=due, body=self.wording.body(model, prompt), num_input=prompt.num_tokens)
+            self.wording.planned(model, prompt, due)
             for due, prompt in zip(self.due, prompts, strict=True)
         ]
 
     def warmup(self, num_requests: int, model: str) -> list[Planned]:
         """The first prompts of draw 0, all due at once; no more than a run has."""
         return [
-            Planned(due=0.0, body=self.wording.body(model, prompt), num_input=prompt.num_tokens)
+            self.wording.planned(model, prompt, 0.0)
             for prompt in islice(self.source.prompts(0), num_requests)
         ]

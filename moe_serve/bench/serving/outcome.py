@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from moe_serve.bench.serving.bodies import Planned
 from moe_serve.bench.serving.event_parser import EventParser
 from moe_serve.bench.serving.response_parser import ResponseParser
 from moe_serve.bench.serving.token_stream import TokenStream, error_text
@@ -12,10 +13,10 @@ from moe_serve.bench.serving.token_stream import TokenStream, error_text
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`due` is when it was to be sent, `sent` when it was. Times of a failed one mean nothing.
+    """`due` is when it was to be sent, `sent` when it was. Of a failed one, the rest means nothing.
 
     `ttft`: from `sent` to the first token; `e2el`: to the last; `tpot`: mean time of the tokens
-    after the first, None where there is no other.
+    after the first, None where there is no other. `num_wanted`: tokens that were asked for.
     """
 
     due: float
@@ -24,6 +25,7 @@ class Outcome:
     error: str | None = None
     num_input: int = 0
     num_output: int = 0
+    num_wanted: int = 0
     num_chunks: int = 0
     ttft: float = 0.0
     e2el: float = 0.0
@@ -69,20 +71,21 @@ class Exchange:
             return "the answer has no token"
         return None if self.stream.is_finished else "the stream ended without [DONE]"
 
-    def outcome(self, due: float, sent: float, ended: float, num_input: int) -> Outcome:
-        """Of a complete answer. `num_input`: tokens of the prompt where the server tells none."""
+    def outcome(self, planned: Planned, sent: float, ended: float) -> Outcome:
+        """Of a complete answer to `planned`."""
         error = self.error()
         if error is not None:
-            return Outcome(due=due, sent=sent, ended=ended, error=error)
+            return Outcome(due=planned.due, sent=sent, ended=ended, error=error)
         stream = self.stream
         first, last = stream.stamps[0], stream.stamps[-1]
         others = stream.num_output - 1
         return Outcome(
-            due=due,
+            due=planned.due,
             sent=sent,
             ended=ended,
-            num_input=num_input if stream.num_input is None else stream.num_input,
+            num_input=planned.num_input if stream.num_input is None else stream.num_input,
             num_output=stream.num_output,
+            num_wanted=planned.num_wanted,
             num_chunks=len(stream.stamps),
             ttft=first - sent,
             e2el=last - sent,

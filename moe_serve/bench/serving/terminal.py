@@ -70,6 +70,8 @@ def notes(report: Document) -> list[str]:
     for target in report["targets"]:
         for text, count in target["median"]["errors"].items():
             lines.append(f"{target['name']}: {count} x {text}")
+        if short := target["median"]["short"]:
+            lines.append(f"{target['name']}: {short} answers had fewer tokens than were asked for.")
         share = target["median"]["client_cpu_share"]
         if share > _BUSY:
             lines.append(

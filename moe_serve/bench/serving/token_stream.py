@@ -54,6 +54,9 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
+    # Some servers send errors without an envelope.
+    object: str | None = None
+    message: str | None = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -90,6 +93,9 @@ class TokenStream:
             return
         if chunk.error is not None:
             self.error = error_text(chunk.error)
+            return
+        if chunk.object == "error":
+            self.error = error_text(chunk.message)
             return
         count = 0
         if chunk.usage is not None:
