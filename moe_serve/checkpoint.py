@@ -17,7 +17,12 @@ from moe_serve.errors import CheckpointError
 from moe_serve.parallel.shard import Span
 
 INDEX_NAME = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 _DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
@@ -29,11 +34,13 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safeten
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What a file's header says of one tensor. `dtype` is safetensors' name for it."""
+    """What a file's header says of one tensor. `dtype` is safetensors' name for it; `start`: where
+    in the file its first byte is."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
     @property
     def itemsize(self) -> int:
@@ -42,6 +49,21 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    def run_start(self, part: Sequence[Span]) -> int | None:
+        """Where in the file a part begins, a range per dimension; None where its bytes are not all
+        side by side.
+
+        Example: of a [4, 8] tensor, rows 1 to 3 are; columns 0 to 4 are not, but for a single row.
+        """
+        offset, step, is_whole = 0, self.itemsize, True
+        for span, size in zip(reversed(part), reversed(self.shape), strict=True):
+            if not is_whole and span.size != 1:
+                return None
+            offset += span.start * step
+            step *= size
+            is_whole = is_whole and span.size == size
+        return self.start + offset
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +135,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         ends = {name: _end(file, name, entry) for name, entry in header.items()}
         infos = {
-            name: TensorInfo(file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]))
+            name: TensorInfo(
+                file=file,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + length + entry["data_offsets"][0],
+            )
             for name, entry in header.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:

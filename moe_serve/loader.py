@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import Tensor
 
-from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint
+from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from moe_serve.config import DTypeName
 from moe_serve.errors import CheckpointError
+from moe_serve.file_runs import FileRun, read_runs
 from moe_serve.models.decoder import Decoder
 from moe_serve.models.fit import check_deterministic, check_fit
 from moe_serve.models.names import CheckpointNames
@@ -159,15 +160,42 @@ def fill(
     plan: Plan,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Copy each planned part into its place, converting the dtype on the way."""
-    parts = {name: [slot.part for slot in source.slots] for name, source in plan.items()}
+    """Copy each planned part into its place, converting the dtype on the way.
+
+    Parts that lie in the file as they do in memory are read there, by all threads of torch's.
+    """
+    runs: list[FileRun] = []
+    others: dict[str, list[Slot]] = {}
+    for name, source in plan.items():
+        for slot in source.slots:
+            run = _as_run(checkpoint.tensors[name], slot, _target(slot, parameters))
+            if run is None:
+                others.setdefault(name, []).append(slot)
+            else:
+                runs.append(run)
+    for num_bytes in read_runs(runs, torch.get_num_threads()):
+        advance(num_bytes)
+    parts = {name: [slot.part for slot in slots] for name, slots in others.items()}
     for name, index, part in checkpoint.read(parts):
-        slot = plan[name].slots[index]
-        target = parameters[slot.parameter]
-        for dim, span in enumerate(slot.place):
-            target = target.narrow(dim, span.start, span.size)
-        target.view(slot.shape).copy_(part.mT if slot.is_transposed else part)
+        slot = others[name][index]
+        _target(slot, parameters).copy_(part.mT if slot.is_transposed else part)
         advance(part.nbytes)
+
+
+def _target(slot: Slot, parameters: Mapping[str, Tensor]) -> Tensor:
+    target = parameters[slot.parameter]
+    for dim, span in enumerate(slot.place):
+        target = target.narrow(dim, span.start, span.size)
+    return target.view(slot.shape)
+
+
+def _as_run(info: TensorInfo, slot: Slot, target: Tensor) -> FileRun | None:
+    """None where a plain copy of bytes does not do."""
+    start = info.run_start(slot.part)
+    is_same = target.is_cpu and target.is_contiguous() and target.dtype is FLOAT_DTYPES[info.dtype]
+    if start is None or not is_same or slot.is_transposed or not target.numel():
+        return None
+    return FileRun(info.file, start, target)
 
 
 def _rows(slot: Slot, shape: Shape) -> list[Span]:

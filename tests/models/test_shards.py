@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_serve import checkpoint
+from moe_serve import checkpoint, file_runs
 from moe_serve.checkpoint import Checkpoint
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.experts.placement import Placement
@@ -208,7 +210,7 @@ def test_the_slices_of_all_ranks_are_the_model(make_tiny: Any, family: str, layo
 
 
 class CountingFile:
-    """safetensors' reader, through which every byte of a tensor must pass."""
+    """safetensors' reader, through which pass the bytes that are not read straight into place."""
 
     def __init__(self, file: Any, num_bytes: Counter[str]) -> None:
         self._file = file
@@ -237,6 +239,16 @@ class CountingSlice:
         return found
 
 
+def name_of(file: Path, start: int, stop: int, tensors: dict[str, checkpoint.TensorInfo]) -> str:
+    """The tensor that all these bytes belong to."""
+    [name] = [
+        name
+        for name, info in tensors.items()
+        if info.file.resolve() == file and info.start <= start < stop <= info.start + info.num_bytes
+    ]
+    return name
+
+
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Counter[str]]]:
     """bytes_read(tiny, shard) -> by tensor, what loading that rank took out of the files."""
@@ -246,9 +258,23 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Counte
         checkpoint, "safe_open", lambda *a, **k: CountingFile(real(*a, **k), num_bytes)
     )
 
+    read = os.preadv
+    runs: list[tuple[Path, int, int]] = []
+
+    def preadv(descriptor: int, memories: list[memoryview], start: int) -> int:
+        num_read = read(descriptor, memories, start)
+        runs.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), start, start + num_read))
+        return num_read
+
+    monkeypatch.setattr(file_runs.os, "preadv", preadv)
+
     def measure(tiny: Any, shard: ModelShard, **options: Any) -> Counter[str]:
         num_bytes.clear()
+        runs.clear()
         load(tiny, shard, **options)
+        tensors = Checkpoint.open(tiny.folder).tensors
+        for file, start, stop in runs:
+            num_bytes[name_of(file, start, stop, tensors)] += stop - start
         return Counter(num_bytes)
 
     yield measure
