@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -13,6 +15,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -44,7 +48,8 @@ class BuildError(Exception):
 def build(*, emulate_amx: bool = False) -> Path:
     """The library's file, compiled unless it is in the cache. Raises `BuildError`.
 
-    A set that the compiler does not know is left out, all but AVX2. `emulate_amx`: with the tile
+    A set that the compiler does not know is left out, all but AVX2. Where the cache cannot be
+    written, the library is compiled for this process alone. `emulate_amx`: with the tile
     instructions in plain code, to test what surrounds them.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -52,16 +57,23 @@ def build(*, emulate_amx: bool = False) -> Path:
     compiler = find_compiler()
     extra = ("-DMOE_SERVE_EMULATE_AMX",) if emulate_amx else ()
     folder = cache_folder() / _key(compiler, extra)
+    try:
+        return _cached(folder, compiler, extra)
+    except OSError as error:
+        logger.info("cannot keep the CPU kernels in %s: %s", folder, error.strerror or error)
+        own = Path(tempfile.mkdtemp(prefix="moe_serve_"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return _cached(own, compiler, extra)
+
+
+def _cached(folder: Path, compiler: str, extra: Sequence[str]) -> Path:
     file = folder / "libmoe_serve_cpu.so"
     if file.exists():
         return file
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder / "lock"):
-            if not file.exists():
-                _compile(compiler, extra, file)
-    except OSError as error:
-        raise BuildError(f"cannot write {folder}: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with _only_one(folder / "lock"):
+        if not file.exists():
+            _compile(compiler, extra, file)
     return file
 
 

@@ -77,23 +77,26 @@ struct TileConfig {
   uint16_t row_bytes[16];
   uint8_t rows[16];
 };
-inline void load_config(const void* config) { _tile_loadconfig(config); }
-inline void release_tiles() { _tile_release(); }
+// Written out: GCC's own intrinsics take no template's number for a tile's.
+inline void load_config(const void* config) {
+  asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory");
+}
+inline void release_tiles() { asm volatile("tilerelease"); }
 template <int T>
 inline void load_tile(const void* from, int64_t stride) {
-  _tile_loadd(T, from, stride);
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "n"(T) : "memory");
 }
 template <int T>
 inline void store_tile(void* to, int64_t stride) {
-  _tile_stored(T, to, stride);
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "n"(T) : "memory");
 }
 template <int T>
 inline void zero_tile() {
-  _tile_zero(T);
+  asm volatile("tilezero %%tmm%c0" : : "n"(T));
 }
 template <int TO, int A, int B>
 inline void multiply_tile() {
-  _tile_dpbf16ps(TO, A, B);
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "n"(TO), "n"(A), "n"(B));
 }
 
 #endif
@@ -109,8 +112,6 @@ inline void configure_tiles(int first_rows, int second_rows) {
   }
   config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(first_rows);
   config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(second_rows);
-  // The compiler may not know that the instruction reads it.
-  asm volatile("" : : "r"(&config) : "memory");
   load_config(&config);
 }
 

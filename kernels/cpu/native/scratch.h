@@ -6,10 +6,12 @@
 
 namespace {
 
-// One buffer for each purpose; grows, and is never given back.
+// One buffer for each purpose; grows, and is given back when its thread ends.
 struct Scratch {
   void* data = nullptr;
   size_t capacity = 0;
+
+  ~Scratch() { free(data); }
 
   // `count` elements, their contents undefined; null where memory ran out.
   template <class T>

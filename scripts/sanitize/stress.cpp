@@ -1,0 +1,111 @@
+// Calls the CPU kernels from several threads at once, on teams of changing sizes, and compares with
+// one thread: for the sanitizers, which watch meanwhile. Ends with 1 where a result differs.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "api.h"
+
+extern "C" {
+const char* moe_serve_choose(const char*);
+void moe_serve_pack(const void*, void*, int64_t, int64_t, int64_t, int32_t, int32_t, int32_t);
+int moe_serve_moe(const MoeCall*);
+int moe_serve_norm(const NormCall*);
+}
+
+namespace {
+
+constexpr int64_t EXPERTS = 6, TOP_K = 2, HIDDEN = 70, INNER = 36, TOKENS = 133;
+
+std::vector<float> normal(int64_t count, unsigned seed) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> draw;
+  std::vector<float> values(count);
+  for (float& value : values) value = draw(rng);
+  return values;
+}
+
+struct Layer {
+  std::vector<float> gate_up = std::vector<float>(EXPERTS * 2 * INNER * HIDDEN);
+  std::vector<float> down = std::vector<float>(EXPERTS * HIDDEN * INNER);
+  std::vector<float> x = normal(TOKENS * HIDDEN, 1), weights = normal(TOKENS * TOP_K, 2);
+  std::vector<int64_t> ids;
+
+  Layer() {
+    auto plain = normal(gate_up.size(), 3), plain_down = normal(down.size(), 4);
+    moe_serve_pack(plain.data(), gate_up.data(), EXPERTS, 2 * INNER, HIDDEN, 1, 0, 3);
+    moe_serve_pack(plain_down.data(), down.data(), EXPERTS, HIDDEN, INNER, 0, 0, 3);
+    std::mt19937 rng(5);
+    for (int64_t t = 0; t < TOKENS; t++) {
+      int64_t first = rng() % EXPERTS;
+      ids.push_back(first);
+      ids.push_back((first + 1 + rng() % (EXPERTS - 1)) % EXPERTS);
+    }
+  }
+
+  std::vector<float> run(int threads) const {
+    std::vector<float> out(TOKENS * HIDDEN), normed(TOKENS * HIDDEN);
+    MoeCall call{};
+    call.x = x.data();
+    call.ids = ids.data();
+    call.weights = weights.data();
+    call.gate_up.data = gate_up.data();
+    call.gate_up.experts = EXPERTS;
+    call.gate_up.rows = 2 * INNER;
+    call.gate_up.columns = HIDDEN;
+    call.down.data = down.data();
+    call.down.experts = EXPERTS;
+    call.down.rows = HIDDEN;
+    call.down.columns = INNER;
+    call.out = out.data();
+    call.tokens = TOKENS;
+    call.top_k = TOP_K;
+    call.dtype = MOE_SERVE_FLOAT32;
+    call.activation = MOE_SERVE_SILU;
+    call.threads = threads;
+    moe_serve_moe(&call);
+    NormCall norm{};
+    norm.x = out.data();
+    norm.weight = x.data();
+    norm.total = out.data();
+    norm.out = normed.data();
+    norm.rows = TOKENS;
+    norm.width = norm.x_stride = HIDDEN;
+    norm.eps = 1e-6f;
+    norm.dtype = MOE_SERVE_FLOAT32;
+    norm.threads = threads;
+    moe_serve_norm(&norm);
+    return normed;
+  }
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int rounds = count > 1 ? atoi(arguments[1]) : 200;
+  for (const char* name : {"avx2", "avx512", "avx512_bf16", "amx"}) {
+    if (!moe_serve_choose(name)) continue;
+    const Layer layer;
+    const std::vector<float> expected = layer.run(1);
+    int wrong = 0;
+    auto call = [&](int caller) {
+      for (int i = 0; i < rounds; i++) {
+        if (layer.run(1 + (i + caller) % 5) != expected) __atomic_fetch_add(&wrong, 1, 0);
+        // Long enough that the team goes to sleep now and then.
+        if (i % 16 == 0) usleep(500);
+      }
+    };
+    std::thread other(call, 1);
+    call(0);
+    other.join();
+    printf("%s: %d of %d calls differ\n", name, wrong, 2 * rounds);
+    if (wrong) return 1;
+  }
+  return 0;
+}
