@@ -64,7 +64,7 @@ def _phases(chunks: tuple[Chunk, ...]) -> Array:
         num_prefilled, num_decoded, num_recomputed = chunk.phase_lengths
         lengths += (num_recomputed, num_prefilled, num_decoded)
     phases = [RECOMPUTED, PREFILL, DECODE] * len(chunks)
-    return np.repeat(np.array(phases, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    return np.repeat(np.array(phases, dtype=np.int32), lengths)
 
 
 def _block_tables(chunks: tuple[Chunk, ...], block_size: int) -> Array:

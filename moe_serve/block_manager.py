@@ -101,15 +101,19 @@ class BlockManager:
         self._chain(request).num_indexed = num_hits
         return request.num_computed_tokens
 
+    def has_slot(self, request: Request) -> bool:
+        """Whether the request's blocks have a slot for its newest token."""
+        return len(request.block_ids) * self.block_size >= request.num_tokens
+
     def can_append(self, request: Request) -> bool:
         """Whether there is a slot for the newest token of a request that holds the others."""
-        return not self._lacks_slot(request) or bool(self._free)
+        return self.has_slot(request) or bool(self._free)
 
     def append(self, request: Request) -> None:
         """Make sure that the newest token has a slot."""
-        if self._lacks_slot(request):
+        if not self.has_slot(request):
             request.block_ids.append(self._take_free())
-            assert not self._lacks_slot(request)
+            assert self.has_slot(request)
 
     def cache_computed(self, request: Request) -> None:
         """Let others find the blocks of the request that are full and computed by now."""
@@ -135,9 +139,6 @@ class BlockManager:
 
     def _num_blocks_for(self, request: Request) -> int:
         return -(-request.num_tokens // self.block_size)
-
-    def _lacks_slot(self, request: Request) -> bool:
-        return len(request.block_ids) * self.block_size < request.num_tokens
 
     def _take_cached(self, block_id: int) -> None:
         if not self._num_refs[block_id]:

@@ -80,8 +80,8 @@ class ExpertMonitor:
         """Collects every `COLLECT_STEPS`, or after `max_steps` where that is sooner."""
         self._steps += 1
         self._seconds += seconds
-        for chunk in plan.chunks:
-            self._tokens_C += chunk.phase_lengths
+        lengths = [chunk.phase_lengths for chunk in plan.chunks]
+        self._tokens_C += np.array(lengths, dtype=np.int64).reshape(-1, len(PHASES)).sum(0)
         if self._steps >= min(COLLECT_STEPS, max_steps or COLLECT_STEPS):
             self.collect()
 

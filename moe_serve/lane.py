@@ -40,24 +40,31 @@ class Lane:
         preempted for them; these wait again."""
         self._chunks, self._preempted = [], []
         self._budget = self._max_num_batched_tokens
+        begun = []
         for request in list(self.running):
             # One that comes later in the order may have been preempted meanwhile.
-            is_running = request.status is RequestStatus.RUNNING
-            if is_running and request.num_tokens_left == 1 and self._grow(request):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.num_tokens_left > 1:
+                begun.append(request)
+            elif self._grow(request):
                 self._plan(request)
-        for request in self.running:
-            if self._budget and request.num_tokens_left > 1:
+        for request in begun:
+            if self._budget and request.status is RequestStatus.RUNNING:
                 self._plan(request)
         return self._preempted
 
     def _grow(self, request: Request) -> bool:
         """Get a slot for the newest token; False if the request was preempted instead."""
-        while not self.block_manager.can_append(request):
+        manager = self.block_manager
+        if manager.has_slot(request):
+            return True
+        while not manager.can_append(request):
             victim = self.running.last
             self._preempt(victim)
             if victim is request:
                 return False
-        self.block_manager.append(request)
+        manager.append(request)
         return True
 
     def _preempt(self, request: Request) -> None:

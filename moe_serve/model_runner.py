@@ -86,7 +86,9 @@ class ModelRunner:
         results = []
         for row, chunk in enumerate(plan.chunks):
             token = sampled.get(row)
-            entries = self._prompt_logprobs(chunk, hidden_TD[starts[row] :])
+            entries = None
+            if chunk.request.sampling.prompt_logprobs is not None:
+                entries = self._prompt_logprobs(chunk, hidden_TD[starts[row] :])
             for outcome in (token, entries):
                 if isinstance(outcome, LogitsError):
                     failures[chunk.request.request_id] = outcome
@@ -133,8 +135,12 @@ class ModelRunner:
         rows = [row for row, chunk in enumerate(plan.chunks) if chunk.samples]
         if not rows:
             return {}
-        last = to_device([starts[row + 1] - 1 for row in rows], torch.int64, self.device)
-        logits_SV = self.model.logits(hidden_TD[last])
+        hidden_SD = hidden_TD
+        # In a step of decodes alone every token is its chunk's last.
+        if len(rows) < plan.num_tokens:
+            last = [starts[row + 1] - 1 for row in rows]
+            hidden_SD = hidden_TD[to_device(last, torch.int64, self.device)]
+        logits_SV = self.model.logits(hidden_SD)
         if logits_SV is None:
             return {}
         requests = [plan.chunks[row].request for row in rows]
@@ -154,11 +160,10 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, chunk: Chunk, hidden_TD: torch.Tensor
-    ) -> list[TokenLogprobs] | LogitsError | None:
-        """Of the prompt tokens that the chunk's positions predict; None if nobody asks."""
+    ) -> list[TokenLogprobs] | LogitsError:
+        """Of the prompt tokens that the chunk's positions predict, for a request that asks."""
         num_top = chunk.request.sampling.prompt_logprobs
-        if num_top is None:
-            return None
+        assert num_top is not None
         prompt = chunk.request.prompt_token_ids
         targets = prompt[chunk.start + 1 : chunk.stop + 1]
         entries: list[TokenLogprobs] = []

@@ -14,13 +14,12 @@ def collect_prompt_logprobs(
 ) -> list[TokenLogprobs | None] | None:
     """Keep the entries of positions not seen before; returns all, once, when the prompt is done.
 
-    To be called before the chunk's token is appended. None: not wanted, not complete, or told
-    before.
+    To be called before the chunk's token is appended, where somebody wants them. None: not
+    complete, or told before.
     """
     request = chunk.request
     collected = request.prompt_logprobs
-    if collected is None:
-        return None
+    assert collected is not None
     # Entry i is of position start + 1 + i. After a preemption the first ones come again.
     num_known = max(0, len(collected) - (chunk.start + 1))
     collected += entries[num_known:]
@@ -31,20 +30,21 @@ def collect_prompt_logprobs(
 
 
 def collect_routes(chunk: Chunk, routes: TokenRoutes | None) -> None:
-    """Keep the routes of positions not seen before. After a preemption the first ones come again,
-    as they were."""
+    """Keep the routes of positions not seen before, where somebody wants them. After a preemption
+    the first ones come again, as they were."""
     request = chunk.request
-    if request.sampling.return_routed_experts:
-        assert routes is not None and chunk.start <= request.num_routes, "routes are missing"
-        if chunk.stop > request.num_routes:
-            new = routes.between(request.num_routes - chunk.start, chunk.num_tokens)
-            request.untold_routes.append(new)
-            request.num_routes = chunk.stop
+    assert routes is not None and chunk.start <= request.num_routes, "routes are missing"
+    if chunk.stop > request.num_routes:
+        new = routes.between(request.num_routes - chunk.start, chunk.num_tokens)
+        request.untold_routes.append(new)
+        request.num_routes = chunk.stop
 
 
 def _take_routes(request: Request) -> TokenRoutes | None:
+    if not request.untold_routes:
+        return None
     parts, request.untold_routes = request.untold_routes, []
-    return TokenRoutes.join(parts) if parts else None
+    return TokenRoutes.join(parts)
 
 
 def make_update(

@@ -233,8 +233,11 @@ class Scheduler:
         is_last = chunk.is_last
         samples = is_last and request.max_tokens > 0
         self._advance(chunk)
-        prompt_logprobs = collect_prompt_logprobs(chunk, result.prompt_logprobs or [])
-        collect_routes(chunk, result.routes)
+        prompt_logprobs = None
+        if request.prompt_logprobs is not None:
+            prompt_logprobs = collect_prompt_logprobs(chunk, result.prompt_logprobs or [])
+        if request.sampling.return_routed_experts:
+            collect_routes(chunk, result.routes)
         if samples:
             assert result.sampled is not None, f"no token for {request.request_id}"
             request.output_token_ids.append(result.sampled.token_id)

@@ -30,16 +30,14 @@ class Chunk(NamedTuple):
         return self.start + self.num_tokens
 
     @property
-    def phase_lengths(self) -> tuple[int, ...]:
+    def phase_lengths(self) -> tuple[int, int, int]:
         """Tokens of each of `experts.recording.PHASES`. In the chunk, those recomputed come first,
         then the prompt's, then the output's."""
-        first = self.start + self.num_recomputed
-        num_decoded = min(self.stop - first, max(0, self.stop - self.request.num_prompt_tokens))
-        return (
-            self.num_tokens - self.num_recomputed - num_decoded,
-            num_decoded,
-            self.num_recomputed,
-        )
+        request, start, num_tokens, num_recomputed = self
+        num_new = num_tokens - num_recomputed
+        num_decoded = start + num_tokens - len(request.prompt_token_ids)
+        num_decoded = min(num_new, num_decoded) if num_decoded > 0 else 0
+        return num_new - num_decoded, num_decoded, num_recomputed
 
     @property
     def is_last(self) -> bool:

@@ -14,7 +14,7 @@ from moe_serve.engine_environment import prepare
 def test_workers_sleep_and_tensors_get_huge_pages() -> None:
     environ: dict[str, str] = {"HOME": "/"}
     prepare(environ)
-    assert environ == {"HOME": "/", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
+    assert environ == {"HOME": "/", "GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_the_engine_is_started_with_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.split() == ["False", "0"]
+    assert ran.stdout.split() == ["False", "1000"]
