@@ -14,7 +14,7 @@ def banner(version: str, model_name: str, info: EngineReady, url: str) -> str:
     lines = {
         "model": f"{model_name} ({info.architecture}), {_count(info.num_parameters)} parameters, "
         f"{_count(info.num_active_parameters)} active per token",
-        "compute": f"{info.device}, {info.dtype}, {_threads(info)}",
+        "compute": f"{info.device}, {_numbers(info)}, {_threads(info)}",
         **_ranks(info),
         "KV pool": f"{_lanes(info)}{info.num_kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks "
         f"of {info.block_size} ({info.kv_cache_bytes / 2**20:,.0f} MiB); "
@@ -38,6 +38,10 @@ def _ranks(info: EngineReady) -> dict[str, str]:
     if info.expert_parallel_size == 1:
         experts = "split within a lane" if info.tensor_parallel_size > 1 else "whole in each lane"
     return {"ranks": f"{info.num_ranks} = {split}, experts {experts}"}
+
+
+def _numbers(info: EngineReady) -> str:
+    return f"{info.dtype} with {info.quantization} weights" if info.quantization else info.dtype
 
 
 def _threads(info: EngineReady) -> str:

@@ -23,6 +23,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDTypeName = Literal["auto", "fp8"]
 All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
+Quantization = Literal["int8", "int4"]
 CPUKernels = Literal["auto", "none", "amx", "avx512_bf16", "avx512", "avx2"]
 ExpertPlacementStrategy = Literal["linear", "round_robin"]
 
@@ -93,6 +94,9 @@ class EngineConfig:
         "auto",
         "instructions of the CPU kernels; auto takes the best that the CPU has, none leaves all to "
         "PyTorch",
+    )
+    quantization: Quantization | None = option(
+        None, "round expert and linear weights to 8 or 4 bits while loading (CPU only)"
     )
     tensor_parallel_size: int | None = option(
         None,

@@ -232,4 +232,5 @@ def describe(
         expert_parallel_size=layout.expert_size,
         num_redundant_experts=config.num_redundant_experts,
         moves_experts=config.enable_eplb,
+        quantization=config.quantization,
     )

@@ -216,6 +216,7 @@ class EngineReady:
     expert_parallel_size: int = 1
     num_redundant_experts: int = 0
     moves_experts: bool = False
+    quantization: str | None = None
 
     @property
     def num_ranks(self) -> int:

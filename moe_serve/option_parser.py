@@ -27,7 +27,6 @@ ELSEWHERE = {
     "--pipeline-parallel-size": _LAYERS,
     "--pp-size": _LAYERS,
     "--pp": _LAYERS,
-    "--quantization": "weights are served as they are, in --dtype; drop it",
     "--trust-remote-code": "code of a model folder is never run; drop it",
     "--enable-metrics": "metrics are always on, at /metrics; drop it",
     "--schedule-policy": "requests run by priority, then in order of arrival; drop it",

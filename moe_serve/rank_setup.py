@@ -59,6 +59,7 @@ class RankSetup:
         dtype = pick_dtype(folder.hf_config, config.dtype, device)
         if not choose_kernels(config.cpu_kernels, device, dtype, num_threads):
             check_columns(folder.spec, shard, dtype)
+        check_quantization(config, device, dtype)
         return cls(config=config, seat=seat, folder=folder, shard=shard, device=device, dtype=dtype)
 
     @property
@@ -92,7 +93,7 @@ class RankSetup:
         )
         library = active()
         if library is not None:
-            pack_weights(model, library)
+            pack_weights(model, library, self.config.quantization)
         return model
 
     @property
@@ -208,6 +209,24 @@ def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, num_thre
         raise ConfigError(f"--cpu-kernels {name}: {reason}; use auto")
     choose(NONE, num_threads)
     return False
+
+
+def check_quantization(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """To be asked once kernels are chosen. Raises `ConfigError` where none take such weights."""
+    name = f"--quantization {config.quantization}"
+    if config.quantization is None or active() is not None:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"{name}: the model runs on {device.type}; drop it, or use --device cpu")
+    if dtype not in DTYPES:
+        got = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{name}: rows cannot be {got}; use --dtype bfloat16 or float32")
+    if config.cpu_kernels == NONE:
+        raise ConfigError(f"{name} needs the CPU kernels; drop --cpu-kernels none")
+    raise ConfigError(
+        f"{name} needs the CPU kernels, which could not be made here (the log says why); install a "
+        "C++ compiler, for example g++, or drop it"
+    )
 
 
 def pick_num_threads(config: EngineConfig, seat: RankSeat | None) -> int:

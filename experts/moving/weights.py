@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.kernels.cpu.packed import PackedWeight
+from moe_serve.kernels.cpu.quantized import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -27,6 +28,8 @@ def expert_kind(bank: ExpertBank) -> str:
     name = str(gate_up.dtype).removeprefix("torch.")
     shapes = f"{list(gate_up.shape[1:])}, {list(down.shape[1:])}"
     order = "packed " if isinstance(gate_up, PackedWeight) else ""
+    if isinstance(gate_up, QuantizedWeight):
+        order = f"int{gate_up.scheme.bits} by {gate_up.scheme.group} "
     return f"{order}{name} {shapes}"
 
 

@@ -25,7 +25,8 @@ _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     "-w",
 )  # fmt: skip
-_AVX2 = ("-mavx2", "-mfma")
+# Every CPU with AVX2 and FMA has F16C.
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")

@@ -15,7 +15,18 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 
 
 class WeightStruct(ctypes.Structure):
-    _fields_ = [("data", _POINTER), ("experts", _LONG), ("rows", _LONG), ("columns", _LONG)]
+    _fields_ = [
+        ("data", _POINTER), ("experts", _LONG), ("rows", _LONG), ("columns", _LONG),
+        ("bits", _INT), ("group", _INT),
+    ]  # fmt: skip
+
+
+class QuantizeCall(ctypes.Structure):
+    _fields_ = [
+        ("from", _POINTER), ("to", _POINTER), ("matrices", _LONG), ("rows", _LONG),
+        ("columns", _LONG), ("dtype", _INT), ("bits", _INT), ("group", _INT),
+        ("is_paired", _INT), ("threads", _INT),
+    ]  # fmt: skip
 
 
 class MoeCall(ctypes.Structure):

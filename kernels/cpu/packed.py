@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.calls import DTYPES
+from moe_serve.kernels.cpu.calls import DTYPES, WeightStruct
 from moe_serve.kernels.cpu.library import Library
 
 # Shapes: E experts, N rows of a weight (columns of the product), K columns.
@@ -40,6 +40,10 @@ class PackedWeight:
         weight = self.data.clone()
         _move(weight, library, is_paired=self.is_paired, unpack=True)
         return weight
+
+    def struct(self) -> WeightStruct:
+        *experts, rows, columns = self.shape
+        return WeightStruct(self.data.data_ptr(), *(experts or [1]), rows, columns, 0, 0)
 
     @property
     def shape(self) -> torch.Size:

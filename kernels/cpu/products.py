@@ -10,7 +10,6 @@ from moe_serve.kernels.cpu.calls import (
     DTYPES,
     GroupedCall,
     MoeCall,
-    WeightStruct,
     address,
     call,
 )
@@ -29,13 +28,12 @@ def linear_cpu(x_TD: Tensor, weight_ND: object, bias_N: Tensor | None = None) ->
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     num_rows = x_TD.shape[0]
-    rows, columns = weight_ND.shape
-    out_TN = torch.empty(num_rows, rows, dtype=dtype)
+    out_TN = torch.empty(num_rows, weight_ND.shape[0], dtype=dtype)
     if num_rows:
         arguments = GroupedCall(
             x_TD.data_ptr(), x_TD.stride(0), None, num_rows,
-            WeightStruct(weight_ND.data.data_ptr(), 1, rows, columns),
-            address(bias_N), None, out_TN.data_ptr(), DTYPES[dtype], 0, library.num_threads,
+            weight_ND.struct(), address(bias_N), None, out_TN.data_ptr(), DTYPES[dtype], 0,
+            library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)
     return out_TN
@@ -43,8 +41,7 @@ def linear_cpu(x_TD: Tensor, weight_ND: object, bias_N: Tensor | None = None) ->
 
 def linear_activation_cpu(x_TD: Tensor, gate_up_GD: PackedWeight, activation: str) -> Tensor:
     """act(gate) * up of each row -> [T, F], as `gated_activation(linear(...))`."""
-    rows, columns = gate_up_GD.shape
-    return _activated(x_TD, (gate_up_GD, 1, rows, columns), None, activation)
+    return _activated(x_TD, gate_up_GD, None, activation)
 
 
 def grouped_gemm_cpu(
@@ -64,9 +61,8 @@ def grouped_gemm_cpu(
     counts_E = counts_E.contiguous()
     arguments = GroupedCall(
         x_RD.data_ptr(), x_RD.shape[1], counts_E.data_ptr(), 0,
-        WeightStruct(weight_END.data.data_ptr(), *weight_END.shape),
-        address(bias_EN), address(scatter_R), out_RN.data_ptr(), DTYPES[dtype], 0,
-        library.num_threads,
+        weight_END.struct(), address(bias_EN), address(scatter_R), out_RN.data_ptr(),
+        DTYPES[dtype], 0, library.num_threads,
     )  # fmt: skip
     call(library.kernels.moe_serve_grouped, arguments)
     return out_RN
@@ -83,24 +79,19 @@ def grouped_gemm_activation_cpu(
     if not isinstance(gate_up_EGD, PackedWeight):
         return None
     assert bias_EG is None and counts_E.dtype == torch.int64
-    return _activated(x_RD, (gate_up_EGD, *gate_up_EGD.shape), counts_E.contiguous(), activation)
+    return _activated(x_RD, gate_up_EGD, counts_E.contiguous(), activation)
 
 
 def _activated(
-    x_RD: Tensor,
-    weight: tuple[PackedWeight, int, int, int],
-    counts_E: Tensor | None,
-    activation: str,
+    x_RD: Tensor, packed: PackedWeight, counts_E: Tensor | None, activation: str
 ) -> Tensor:
-    packed, experts, rows, columns = weight
     assert packed.is_paired and x_RD.dtype == packed.dtype and x_RD.stride(1) == 1
     library = _library()
-    out_RF = torch.zeros(x_RD.shape[0], rows // 2, dtype=packed.dtype)
+    out_RF = torch.zeros(x_RD.shape[0], packed.shape[-2] // 2, dtype=packed.dtype)
     if x_RD.shape[0]:
         arguments = GroupedCall(
             x_RD.data_ptr(), x_RD.stride(0), address(counts_E), x_RD.shape[0],
-            WeightStruct(packed.data.data_ptr(), experts, rows, columns),
-            None, None, out_RF.data_ptr(), DTYPES[packed.dtype], ACTIVATIONS[activation],
+            packed.struct(), None, None, out_RF.data_ptr(), DTYPES[packed.dtype], ACTIVATIONS[activation],
             library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)
@@ -129,8 +120,7 @@ def moe_cpu(
     if num_tokens:
         arguments = MoeCall(
             x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.contiguous().data_ptr(),
-            address(index_of_E), WeightStruct(gate_up_EGD.data.data_ptr(), *gate_up_EGD.shape),
-            WeightStruct(down_EDF.data.data_ptr(), *down_EDF.shape), out_TD.data_ptr(),
+            address(index_of_E), gate_up_EGD.struct(), down_EDF.struct(), out_TD.data_ptr(),
             num_tokens, top_k, DTYPES[dtype], ACTIVATIONS[activation], library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_moe, arguments)

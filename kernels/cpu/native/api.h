@@ -7,10 +7,19 @@ enum { MOE_SERVE_DONE = 0, MOE_SERVE_NO_MEMORY = 1 };
 enum { MOE_SERVE_FLOAT32 = 0, MOE_SERVE_BFLOAT16 = 1 };
 enum { MOE_SERVE_NO_ACTIVATION = 0, MOE_SERVE_SILU = 1, MOE_SERVE_GELU_TANH = 2 };
 
-// [experts, rows, columns], packed as gemm.h says.
+// [experts, rows, columns], packed as gemm.h says, or where `bits` is 8 or 4 as quantized.h does.
 struct PackedWeight {
   const void* data;
   int64_t experts, rows, columns;
+  int32_t bits, group;
+};
+
+// Matrices [rows, columns] of `dtype`, one after the other, into zeroed memory; see quantize.h.
+struct QuantizeCall {
+  const void* from;
+  void* to;
+  int64_t matrices, rows, columns;
+  int32_t dtype, bits, group, is_paired, threads;
 };
 
 // The routed experts of a layer: `out` [tokens, down.rows] from `x` [tokens, gate_up.columns].
@@ -77,4 +86,5 @@ struct Kernels {
   int (*norm)(const NormCall*);
   int (*attention_inputs)(const AttentionInputsCall*);
   int (*router)(const RouterCall*);
+  int (*quantize)(const QuantizeCall*);
 };

@@ -4,6 +4,7 @@
 #include "api.h"
 #include "gemm.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "scratch.h"
 
 namespace {
@@ -28,17 +29,21 @@ inline const Run& run_of(const Run* runs, int64_t count, int64_t item) {
   return runs[low];
 }
 
+template <class Step>
+Block block_of(Step, const PackedWeight& weight, int64_t expert, int64_t number) {
+  constexpr int64_t BYTES = sizeof(typename Step::Element);
+  const int64_t left = weight.rows - number * BLOCK;
+  return {static_cast<const char*>(weight.data) +
+              (expert * weight.rows + number * BLOCK) * weight.columns * BYTES,
+          weight.columns * BYTES / 4, static_cast<int>(left < BLOCK ? left : BLOCK)};
+}
+
 // Calls finish(expert, block number, block width, first row, number of rows, sums) for all rows,
 // those of expert e being `starts[e]` .. `starts[e + 1]`, and all blocks of its weights.
 template <class Step, class Finish>
 bool multiply_grouped(const Rows& rows, const int64_t* starts, const PackedWeight& weight,
                       int num_threads, Finish finish) {
-  constexpr int64_t ELEMENTS = 4 / sizeof(typename Step::Element);
   const int64_t num_blocks = (weight.rows + BLOCK - 1) / BLOCK;
-  const int64_t expert_bytes =
-      weight.rows * weight.columns * static_cast<int64_t>(sizeof(typename Step::Element));
-  const int64_t block_bytes =
-      BLOCK * weight.columns * static_cast<int64_t>(sizeof(typename Step::Element));
   int64_t most_runs = 0;
   for (int64_t e = 0; e < weight.experts; e++)
     most_runs += (starts[e + 1] - starts[e] + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -55,10 +60,7 @@ bool multiply_grouped(const Rows& rows, const int64_t* starts, const PackedWeigh
   for_each(num_items, num_threads, [&](int64_t item) {
     const Run& run = run_of(runs, num_runs, item);
     const int64_t number = item - run.first_item;
-    const int64_t left = weight.rows - number * BLOCK;
-    const Block block{static_cast<const char*>(weight.data) + run.expert * expert_bytes +
-                          number * block_bytes,
-                      weight.columns / ELEMENTS, static_cast<int>(left < BLOCK ? left : BLOCK)};
+    const auto block = block_of(Step{}, weight, run.expert, number);
     multiply_block<Step>(rows, run.first, run.stop, block,
                          [&](int64_t first, int count, const float* sums) {
                            finish(run.expert, number, block.width, first, count, sums);
@@ -141,6 +143,13 @@ bool in_order(Rows* rows, int64_t count, int64_t width, int num_threads) {
   return true;
 }
 
+// Rows as the product takes them: `count` of them, which lie among `num_sources`.
+template <class Step>
+bool prepare(Step, Rows* rows, int64_t count, int64_t, const PackedWeight& weight,
+             int num_threads) {
+  return in_order<typename Step::Element>(rows, count, weight.columns, num_threads);
+}
+
 // Adds each token's slots one after the other, weighed, in fp32. A slot of weight 0 adds 0.
 template <class T>
 void combine(const T* slots, const float* weights, T* out, int64_t tokens, int64_t top_k,
@@ -205,11 +214,11 @@ int run_moe(const MoeCall& call) {
   const int64_t count = starts[call.gate_up.experts];
   Rows rows{static_cast<const char*>(call.x), hidden * static_cast<int64_t>(sizeof(T)),
             order + pairs};
-  const Rows act_rows{reinterpret_cast<char*>(acts), inner * static_cast<int64_t>(sizeof(T)),
-                      nullptr};
-  if (!in_order<T>(&rows, count, hidden, call.threads) ||
+  Rows act_rows{reinterpret_cast<char*>(acts), inner * static_cast<int64_t>(sizeof(T)), nullptr};
+  if (!prepare(Step{}, &rows, count, call.tokens, call.gate_up, call.threads) ||
       !multiply_and_activate<Step>(rows, starts, call.gate_up, call.activation, acts,
                                    call.threads) ||
+      !prepare(Step{}, &act_rows, count, count, call.down, call.threads) ||
       !multiply_and_store<Step, T>(act_rows, starts, call.down, nullptr, order, slots,
                                    call.threads))
     return MOE_SERVE_NO_MEMORY;
@@ -228,8 +237,10 @@ int run_grouped(const GroupedCall& call) {
   starts[0] = 0;
   for (int64_t e = 0; e < experts; e++)
     starts[e + 1] = starts[e] + (call.counts ? call.counts[e] : call.rows);
-  const Rows rows{static_cast<const char*>(call.x),
-                  call.row_stride * static_cast<int64_t>(sizeof(T)), nullptr};
+  Rows rows{static_cast<const char*>(call.x),
+            call.row_stride * static_cast<int64_t>(sizeof(T)), nullptr};
+  if (!prepare(Step{}, &rows, starts[experts], starts[experts], call.weight, call.threads))
+    return MOE_SERVE_NO_MEMORY;
   bool done = call.activation == MOE_SERVE_NO_ACTIVATION
                   ? multiply_and_store<Step, T>(rows, starts, call.weight,
                                                 static_cast<const T*>(call.bias), call.scatter,

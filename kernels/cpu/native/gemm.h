@@ -9,11 +9,10 @@
 #pragma once
 
 #include "amx.h"
+#include "blocks.h"
 #include "simd.h"
 
 namespace {
-
-constexpr int BLOCK = 64;
 
 // `width` columns, `steps` over K, of which each takes `width * 4` bytes.
 struct Block {

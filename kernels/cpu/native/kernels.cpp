@@ -1,17 +1,35 @@
 // Compiled once for each instruction set, with MOE_SERVE_KERNELS as the table's name.
 #include "api.h"
 #include "experts.h"
+#include "quantize.h"
 #include "rows.h"
 
 namespace {
 
+// run(step) for weights of so many bits, 0 being as many as `dtype` has.
+template <class Run>
+int with_step(int32_t dtype, int32_t bits, Run run) {
+  if (dtype == MOE_SERVE_FLOAT32)
+    return bits == 8   ? run(QuantizedStep<float, 8>{})
+           : bits == 4 ? run(QuantizedStep<float, 4>{})
+                       : run(FloatStep{});
+  return bits == 8   ? run(QuantizedStep<bf16, 8>{})
+         : bits == 4 ? run(QuantizedStep<bf16, 4>{})
+                     : run(PairStep{});
+}
+
 int moe(const MoeCall* call) {
-  return call->dtype == MOE_SERVE_FLOAT32 ? run_moe<FloatStep>(*call) : run_moe<PairStep>(*call);
+  return with_step(call->dtype, call->gate_up.bits,
+                   [=](auto step) { return run_moe<decltype(step)>(*call); });
 }
 
 int grouped(const GroupedCall* call) {
-  return call->dtype == MOE_SERVE_FLOAT32 ? run_grouped<FloatStep>(*call)
-                                          : run_grouped<PairStep>(*call);
+  return with_step(call->dtype, call->weight.bits,
+                   [=](auto step) { return run_grouped<decltype(step)>(*call); });
+}
+
+int quantize(const QuantizeCall* call) {
+  return call->dtype == MOE_SERVE_FLOAT32 ? run_quantize<float>(*call) : run_quantize<bf16>(*call);
 }
 
 int norm(const NormCall* call) {
@@ -28,4 +46,4 @@ int router(const RouterCall* call) { return run_router(*call); }
 }  // namespace
 
 extern const Kernels MOE_SERVE_KERNELS;
-const Kernels MOE_SERVE_KERNELS = {moe, grouped, norm, attention_inputs, router};
+const Kernels MOE_SERVE_KERNELS = {moe, grouped, norm, attention_inputs, router, quantize};

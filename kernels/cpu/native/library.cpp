@@ -5,6 +5,7 @@
 #include <xmmintrin.h>
 
 #include "api.h"
+#include "blocks.h"
 #include "parallel.h"
 
 // Defined are those that the compiler could build.
@@ -12,7 +13,6 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_
 
 namespace {
 
-constexpr int64_t BLOCK = 64;
 const Kernels* active = nullptr;
 
 bool has_avx2() {
@@ -59,14 +59,6 @@ const Set SETS[] = {
 #endif
     {"avx2", &kernels_avx2, has_avx2},
 };
-
-// Source column of column `j` of the block at `first`: in paired weights, half of a block are gates
-// and half are the ups of the same numbers.
-int64_t row_in(int64_t first, int64_t width, int64_t j, int64_t rows, bool paired) {
-  if (!paired) return first + j;
-  const int64_t half = width / 2;
-  return j < half ? first / 2 + j : rows / 2 + first / 2 + (j - half);
-}
 
 // Steps of 4 bytes: rows of a matrix become columns of its blocks, four by four.
 struct Layout {
@@ -157,5 +149,6 @@ int moe_serve_attention_inputs(const AttentionInputsCall* call) {
   return active->attention_inputs(call);
 }
 int moe_serve_router(const RouterCall* call) { return active->router(call); }
+int moe_serve_quantize(const QuantizeCall* call) { return active->quantize(call); }
 }
 #pragma GCC visibility pop
