@@ -91,8 +91,8 @@ def _activated(
     if x_RD.shape[0]:
         arguments = GroupedCall(
             x_RD.data_ptr(), x_RD.stride(0), address(counts_E), x_RD.shape[0],
-            packed.struct(), None, None, out_RF.data_ptr(), DTYPES[packed.dtype], ACTIVATIONS[activation],
-            library.num_threads,
+            packed.struct(), None, None, out_RF.data_ptr(), DTYPES[packed.dtype],
+            ACTIVATIONS[activation], library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)
     return out_RF

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 
 import torch
@@ -79,9 +78,7 @@ class QuantizedWeight(PackedWeight):
         *experts, rows, columns = self.shape
         number = experts[0] if experts else 1
         scheme = self.scheme
-        return WeightStruct(
-            self.data.data_ptr(), number, rows, columns, scheme.bits, scheme.group
-        )
+        return WeightStruct(self.data.data_ptr(), number, rows, columns, scheme.bits, scheme.group)
 
     def unpacked(self, library: Library) -> Tensor:
         return self.dequantize().to(self.dtype)
@@ -130,7 +127,8 @@ def _unpack_8(block: Tensor, columns: int) -> Tensor:
     padded = len(block) // (columns + 4)
     scales, codes = block.clone().split((4 * padded, padded * columns))
     values = codes.view(-1, padded, 4).transpose(0, 1).reshape(padded, columns)
-    return (values.float() - 128) * scales.view(torch.float32)[:, None]
+    result: Tensor = (values.float() - 128) * scales.view(torch.float32)[:, None]
+    return result
 
 
 def can_quantize(weight: Tensor) -> bool:

@@ -76,8 +76,8 @@ class _Packing:
 
     def pack_bank(self, bank: ExpertBank) -> None:
         """Both weights alike: one kernel takes them together."""
-        can_both = can_quantize(bank.gate_up_EGD) and can_quantize(bank.down_EDF)
-        packing = self if can_both else self.as_they_are
+        can_quantize_both = all(can_quantize(weight) for weight in bank.weights)
+        packing = self if can_quantize_both else self.as_they_are
         packing.pack(bank, "gate_up_EGD", is_paired=True)
         packing.pack(bank, "down_EDF")
 

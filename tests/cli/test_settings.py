@@ -18,11 +18,11 @@ ENGINE_FLAGS = """
     --config --revision --dtype --device --max-model-len --max-num-seqs
     --max-num-batched-tokens --chunked-prefill-size --block-size --gpu-memory-utilization
     --[no-]enforce-eager --kv-cache-dtype --kv-cache-memory --num-kv-blocks
-    --num-gpu-blocks-override --[no-]enable-prefix-caching --max-logprobs --num-threads --cpu-kernels
-    --quantization --tensor-parallel-size --tp --data-parallel-size --dp --[no-]enable-expert-parallel
-    --all2all-backend --expert-placement-strategy --ep-num-redundant-experts
-    --init-expert-location --[no-]enable-eplb --eplb-config --expert-record-dir
-    --[no-]deterministic --collective-timeout --help
+    --num-gpu-blocks-override --[no-]enable-prefix-caching --max-logprobs --num-threads
+    --cpu-kernels --quantization --tensor-parallel-size --tp --data-parallel-size --dp
+    --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
+    --ep-num-redundant-experts --init-expert-location --[no-]enable-eplb --eplb-config
+    --expert-record-dir --[no-]deterministic --collective-timeout --help
 """.split()
 SERVE_FLAGS = """
     --host --port --served-model-name --api-key --admin-api-key --chat-template --shutdown-timeout
