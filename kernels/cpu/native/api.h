@@ -81,10 +81,10 @@ struct RouterCall {
 
 // The functions of one instruction set.
 struct Kernels {
+  int (*quantize)(const QuantizeCall*);
   int (*moe)(const MoeCall*);
   int (*grouped)(const GroupedCall*);
   int (*norm)(const NormCall*);
   int (*attention_inputs)(const AttentionInputsCall*);
   int (*router)(const RouterCall*);
-  int (*quantize)(const QuantizeCall*);
 };

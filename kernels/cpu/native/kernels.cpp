@@ -6,6 +6,10 @@
 
 namespace {
 
+int quantize(const QuantizeCall* call) {
+  return call->dtype == MOE_SERVE_FLOAT32 ? run_quantize<float>(*call) : run_quantize<bf16>(*call);
+}
+
 // run(step) for weights of so many bits, 0 being as many as `dtype` has.
 template <class Run>
 int with_step(int32_t dtype, int32_t bits, Run run) {
@@ -28,10 +32,6 @@ int grouped(const GroupedCall* call) {
                    [=](auto step) { return run_grouped<decltype(step)>(*call); });
 }
 
-int quantize(const QuantizeCall* call) {
-  return call->dtype == MOE_SERVE_FLOAT32 ? run_quantize<float>(*call) : run_quantize<bf16>(*call);
-}
-
 int norm(const NormCall* call) {
   return call->dtype == MOE_SERVE_FLOAT32 ? run_norm<float>(*call) : run_norm<bf16>(*call);
 }
@@ -46,4 +46,4 @@ int router(const RouterCall* call) { return run_router(*call); }
 }  // namespace
 
 extern const Kernels MOE_SERVE_KERNELS;
-const Kernels MOE_SERVE_KERNELS = {moe, grouped, norm, attention_inputs, router, quantize};
+const Kernels MOE_SERVE_KERNELS = {quantize, moe, grouped, norm, attention_inputs, router};

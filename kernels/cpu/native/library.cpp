@@ -142,6 +142,7 @@ void moe_serve_pack(const void* from, void* to, int64_t matrices, int64_t rows, 
   });
 }
 
+int moe_serve_quantize(const QuantizeCall* call) { return active->quantize(call); }
 int moe_serve_moe(const MoeCall* call) { return active->moe(call); }
 int moe_serve_grouped(const GroupedCall* call) { return active->grouped(call); }
 int moe_serve_norm(const NormCall* call) { return active->norm(call); }
@@ -149,6 +150,5 @@ int moe_serve_attention_inputs(const AttentionInputsCall* call) {
   return active->attention_inputs(call);
 }
 int moe_serve_router(const RouterCall* call) { return active->router(call); }
-int moe_serve_quantize(const QuantizeCall* call) { return active->quantize(call); }
 }
 #pragma GCC visibility pop
