@@ -1,6 +1,6 @@
 """What the API process and the engine process tell each other.
 
-Plain frozen dataclasses, so that nothing but `wire` needs to know how they travel.
+Plain values that do not change, so that nothing but `wire` needs to know how they travel.
 To the engine: `AddRequest`, `AbortRequests`, calls, `Shutdown`.
 From the engine: `EngineReady` once, then `EngineOutputs` a step and `CallAnswer` a call, or
 `EngineFailed` and the end.
@@ -9,7 +9,7 @@ From the engine: `EngineReady` once, then `EngineOutputs` a step and `CallAnswer
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moe_serve.sampling_params import SamplingParams
 from moe_serve.token_routes import TokenRoutes
@@ -102,9 +102,10 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """News of one request. `finish_reason` set: the last one for this id.
+
+    A tuple, since it travels without the names of its fields: there is one a token.
 
     - `token_ids`: new tokens since the last update (a stop token is among them).
     - `logprobs`: one entry per new token, when asked for.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import threading
 import warnings
@@ -107,7 +106,7 @@ def test_an_engine_that_ends_one_request_tells_its_client(serve: Any) -> None:
 
     def failing(request: Any) -> Any:
         for update in updates(request):
-            yield dataclasses.replace(update, finish_reason="error", error="logits are not finite")
+            yield update._replace(finish_reason="error", error="logits are not finite")
 
     server.engine._updates = failing
     assert "logits" in server.error_of(server.complete(prompt="a"), 500)["message"]
