@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_serve.context import LayerKV, StepContext
 from moe_serve.kernels.attention_tiles import AttentionTiles, attention_tiles
 from moe_serve.kernels.attention_work import MAX_PARTS, AttentionWork
+from moe_serve.kernels.cpu.attention import paged_attention_cpu
 from moe_serve.kernels.jit import by_device, launch, target_of, tl, triton
 from moe_serve.kernels.kv_store import as_bytes
 from moe_serve.kernels.online_softmax import (
@@ -72,7 +73,7 @@ def paged_attention_triton(
     return out_THh
 
 
-paged_attention = by_device(paged_attention_triton, paged_attention_torch)
+paged_attention = by_device(paged_attention_triton, paged_attention_torch, paged_attention_cpu)
 
 
 class _Scales(NamedTuple):

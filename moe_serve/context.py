@@ -68,6 +68,11 @@ class StepContext:
         lens_S = torch.tensor(lens, dtype=torch.int64, device=device)
         return Decodes(order_S, lens, lens_S, self.block_tables_SB[order_S])
 
+    @functools.cached_property
+    def host_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query_starts` and `context_lens` as int64 tensors in the host's memory."""
+        return torch.tensor(self.query_starts), torch.tensor(self.context_lens, dtype=torch.int64)
+
     def work(self, cut: Cut) -> AttentionWork:
         """The plan of attention, made for the first layer that asks and used by all."""
         if cut not in self.works:

@@ -74,6 +74,16 @@ class RouterCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class AttentionCall(ctypes.Structure):
+    _fields_ = [
+        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("tables", _POINTER),
+        ("query_starts", _POINTER), ("context_lens", _POINTER), ("out", _POINTER),
+        ("sequences", _LONG), ("table_stride", _LONG), ("block_size", _LONG), ("q_stride", _LONG),
+        ("heads", _LONG), ("kv_heads", _LONG), ("head_dim", _LONG), ("window", _LONG),
+        ("scale", _FLOAT), ("value_scale", _FLOAT), ("dtype", _INT), ("threads", _INT),
+    ]  # fmt: skip
+
+
 def address(tensor: torch.Tensor | None) -> int | None:
     """None is a null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -79,6 +79,19 @@ struct RouterCall {
   int32_t is_sigmoid, renormalize, threads;
 };
 
+// Causal attention of the step's tokens [tokens, heads, head_dim] over a pool of keys and values
+// [blocks, block_size, kv_heads, head_dim]; the step's own are in it.
+struct AttentionCall {
+  const void *q, *keys, *values;
+  const int64_t* tables;  // [sequences, ...], rows `table_stride` apart: blocks in order
+  const int64_t *query_starts, *context_lens;  // of the sequences, as in moe_serve/context.py
+  void* out;
+  int64_t sequences, table_stride, block_size, q_stride;  // strides in elements
+  int64_t heads, kv_heads, head_dim, window;
+  float scale, value_scale;
+  int32_t dtype, threads;
+};
+
 // The functions of one instruction set.
 struct Kernels {
   int (*quantize)(const QuantizeCall*);
@@ -87,4 +100,5 @@ struct Kernels {
   int (*norm)(const NormCall*);
   int (*attention_inputs)(const AttentionInputsCall*);
   int (*router)(const RouterCall*);
+  int (*attention)(const AttentionCall*);
 };

@@ -1,5 +1,6 @@
 // Compiled once for each instruction set, with MOE_SERVE_KERNELS as the table's name.
 #include "api.h"
+#include "attention.h"
 #include "experts.h"
 #include "quantize.h"
 #include "rows.h"
@@ -43,7 +44,13 @@ int attention_inputs(const AttentionInputsCall* call) {
 
 int router(const RouterCall* call) { return run_router(*call); }
 
+int attention(const AttentionCall* call) {
+  return call->dtype == MOE_SERVE_FLOAT32 ? run_attention<FloatStep>(*call)
+                                          : run_attention<PairStep>(*call);
+}
+
 }  // namespace
 
 extern const Kernels MOE_SERVE_KERNELS;
-const Kernels MOE_SERVE_KERNELS = {quantize, moe, grouped, norm, attention_inputs, router};
+const Kernels MOE_SERVE_KERNELS = {quantize, moe, grouped, norm, attention_inputs, router,
+                                   attention};

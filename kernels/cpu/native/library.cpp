@@ -150,5 +150,6 @@ int moe_serve_attention_inputs(const AttentionInputsCall* call) {
   return active->attention_inputs(call);
 }
 int moe_serve_router(const RouterCall* call) { return active->router(call); }
+int moe_serve_attention(const AttentionCall* call) { return active->attention(call); }
 }
 #pragma GCC visibility pop

@@ -176,13 +176,15 @@ inline float sum(Vec x) {
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
 }
+#if defined(__AVX512F__)
+inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
+#else
 inline float largest(Vec x) {
-  float lanes[LANES];
-  store(lanes, x);
-  for (int i = 1; i < LANES; i++)
-    if (!(lanes[i] <= lanes[0])) lanes[0] = lanes[i];
-  return lanes[0];
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+#endif
 
 // e^x to about 1 unit in the last place: 2^n times a polynomial on |r| <= ln(2) / 2, the Taylor
 // series to r^7 / 7!. Zero below -87.33, the largest result above 88; NaN stays NaN. An

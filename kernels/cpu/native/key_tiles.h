@@ -1,0 +1,183 @@
+// Tiles of keys and values out of a paged pool, packed as gemm.h reads weights.
+//
+// A tile is 64 positions of a sequence; which ones depends on nothing: tile j begins at 64 j.
+#pragma once
+
+#include "gemm.h"
+
+namespace {
+
+constexpr int TILE = BLOCK;
+constexpr int64_t MOST_HEAD_DIM = 256;  // kernels/cpu/attention.py keeps to it
+
+// What is read where nobody looks: an unwritten slot may hold anything, even NaN.
+alignas(64) const char NOTHING[MOST_HEAD_DIM * sizeof(float)] = {};
+
+// Where the positions of a tile lie in the pool, in bytes; -1: nobody looks at it.
+struct Places {
+  int64_t offsets[TILE];
+
+  const char* row(const char* base, int key) const {
+    return offsets[key] < 0 ? NOTHING : base + offsets[key];
+  }
+};
+
+// Positions `start` .. `start + TILE`, of which `low` .. `high` are looked at.
+inline void find_places(const int64_t* table, int64_t block_size, int64_t slot_bytes, int64_t start,
+                        int64_t low, int64_t high, Places* places) {
+  const int64_t first = low > start ? low : start;
+  const int64_t stop = high < start + TILE ? high : start + TILE;
+  for (int i = 0; i < TILE; i++) places->offsets[i] = -1;
+  for (int64_t p = first; p < stop;) {
+    const int64_t block = p / block_size, end = (block + 1) * block_size;
+    int64_t offset = (table[block] * block_size + p - block * block_size) * slot_bytes;
+    for (; p < stop && p < end; p++, offset += slot_bytes) places->offsets[p - start] = offset;
+  }
+}
+
+// Fetches a tile's keys and then its values, so that they are there when their turn comes: in the
+// order of memory, and a few lines at a time between instructions that compute. A processor drops
+// most of what it is asked for at once, or waits.
+class Fetcher {
+ public:
+  // `places` null: nothing to fetch. `row_bytes`: of a position, a multiple of 64.
+  Fetcher(const Places* places, const char* keys, const char* values, int64_t row_bytes)
+      : places_(places), base_(keys), values_(values), row_bytes_(row_bytes) {
+    if (places) begin_row();
+  }
+
+  // Into the second cache: tiles are more than the first one holds.
+  void fetch(int lines) {
+    for (; places_ && lines > 0; lines--) {
+      _mm_prefetch(at_, _MM_HINT_T1);
+      at_ += 64;
+      if (at_ == end_) end_row();
+    }
+  }
+
+ private:
+  void begin_row() {
+    at_ = places_->row(base_, key_);
+    end_ = at_ + row_bytes_;
+  }
+  void end_row() {
+    if (++key_ < TILE) return begin_row();
+    key_ = 0;
+    if (base_ == values_)
+      places_ = nullptr;
+    else
+      base_ = values_, begin_row();
+  }
+
+  const Places* places_;
+  const char *base_, *values_, *at_ = nullptr, *end_ = nullptr;
+  int64_t row_bytes_;
+  int key_ = 0;
+};
+
+// Lines between two such pieces: for each 16 keys turned, for each step of values packed, for each
+// step multiplied. Together they are the lines of a tile.
+#if defined(__AVX512F__)
+constexpr int FETCHED_TURNING = 4, FETCHED_PACKING = 1, FETCHED_MULTIPLYING = 3;
+#else
+constexpr int FETCHED_TURNING = 4, FETCHED_PACKING = 1, FETCHED_MULTIPLYING = 1;
+#endif
+
+#if defined(__AVX512F__)
+
+// 16 bytes of each of four rows.
+inline Ints four_rows(const char* const* rows, int64_t at) {
+  auto part = [=](int i) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4 * i] + at));
+  };
+  Ints x = _mm512_castsi128_si512(part(0));
+  x = _mm512_inserti32x4(x, part(1), 1);
+  x = _mm512_inserti32x4(x, part(2), 2);
+  return _mm512_inserti32x4(x, part(3), 3);
+}
+
+// Four bytes, 16 times, of each of 16 rows -> 16 lines of `to`, TILE * 4 bytes apart.
+inline void turn_rows(const char* const* rows, char* to) {
+  for (int i = 0; i < 4; i++, to += 4 * TILE * 4) {
+    Ints a = four_rows(rows, 16 * i), b = four_rows(rows + 1, 16 * i);
+    Ints c = four_rows(rows + 2, 16 * i), d = four_rows(rows + 3, 16 * i);
+    Ints ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    _mm512_store_si512(to, _mm512_unpacklo_epi64(ab, cd));
+    _mm512_store_si512(to + TILE * 4, _mm512_unpackhi_epi64(ab, cd));
+    ab = _mm512_unpackhi_epi32(a, b), cd = _mm512_unpackhi_epi32(c, d);
+    _mm512_store_si512(to + 2 * TILE * 4, _mm512_unpacklo_epi64(ab, cd));
+    _mm512_store_si512(to + 3 * TILE * 4, _mm512_unpackhi_epi64(ab, cd));
+  }
+}
+
+// Two bf16 rows of 32 columns -> pairs.
+inline void pair_rows(const char* first, const char* second, char* to) {
+  Ints a = load_ints(first), b = load_ints(second);
+  // In each 128 bits four pairs of the low or of the high halves: put in order afterwards.
+  Ints low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+  const Ints begin = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const Ints end = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_store_si512(to, _mm512_permutex2var_epi64(low, begin, high));
+  _mm512_store_si512(to + 64, _mm512_permutex2var_epi64(low, end, high));
+}
+
+#else
+
+inline void turn_rows(const char* const* rows, char* to) {
+  for (int k = 0; k < 16; k++)
+    for (int i = 0; i < 16; i++) memcpy(to + (k * TILE + i) * 4, rows[i] + k * 4, 4);
+}
+
+inline void pair_rows(const char* first, const char* second, char* to) {
+  for (int i = 0; i < 32; i++) {
+    memcpy(to + i * 4, first + i * 2, 2);
+    memcpy(to + i * 4 + 2, second + i * 2, 2);
+  }
+}
+
+#endif
+
+// Keys as columns: `row_bytes` / 4 steps over the head's dimensions, each of TILE * 4 bytes.
+inline void pack_keys(const char* base, const Places& places, int64_t row_bytes,
+                      Fetcher* fetcher, char* to) {
+  for (int key = 0; key < TILE; key += 16, to += 16 * 4) {
+    const char* rows[16];
+    for (int i = 0; i < 16; i++) rows[i] = places.row(base, key + i);
+    for (int64_t at = 0; at < row_bytes; at += 64) {
+      fetcher->fetch(FETCHED_TURNING);
+      turn_rows(rows, to + at * TILE);
+      for (int i = 0; i < 16; i++) rows[i] += 64;
+    }  }
+}
+
+// Dimensions as columns, in blocks of BLOCK of them; steps are pairs of keys.
+inline void pack_values(const char* base, const Places& places, int64_t head_dim, Fetcher* fetcher,
+                        const bf16*, char* to) {
+  const char* rows[TILE];
+  for (int key = 0; key < TILE; key++) rows[key] = places.row(base, key);
+  for (int64_t column = 0; column < head_dim; column += BLOCK) {
+    const bool is_whole = head_dim - column >= BLOCK;
+    for (int key = 0; key < TILE; key += 2, to += is_whole ? 256 : 128) {
+      const char *first = rows[key] + column * 2, *second = rows[key + 1] + column * 2;
+      fetcher->fetch(FETCHED_PACKING);
+      pair_rows(first, second, to);
+      if (is_whole) pair_rows(first + 64, second + 64, to + 128);
+    }
+  }
+}
+
+// As above; steps are keys.
+inline void pack_values(const char* base, const Places& places, int64_t head_dim, Fetcher* fetcher,
+                        const float*, char* to) {
+  const char* rows[TILE];
+  for (int key = 0; key < TILE; key++) rows[key] = places.row(base, key);
+  for (int64_t column = 0; column < head_dim; column += BLOCK) {
+    const int64_t bytes = head_dim - column >= BLOCK ? 256 : 128;
+    for (int key = 0; key < TILE; key++, to += bytes) {
+      fetcher->fetch(FETCHED_PACKING);
+      memcpy(to, rows[key] + column * 4, bytes);
+    }
+  }
+}
+
+}  // namespace
