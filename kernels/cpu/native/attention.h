@@ -73,38 +73,79 @@ void copy_queries(const AttentionCall& call, const Item& item, T* to) {
       memcpy(to, static_cast<const T*>(call.q) + t * call.q_stride + head * size, size * sizeof(T));
 }
 
-// Rows `first` .. `stop` take in the packed tile at position `start`.
+// A tile as rows of one kv head see it.
+struct Tile {
+  int64_t start;
+  const char *keys, *values;  // of the head, in the pool's first slot
+  const Places* places;
+  Fetcher* fetcher;  // of the next tile
+};
+
+// What a tile's scores do to `count` rows from `row` on: new weights, and what is kept.
+template <class T>
+void take_scores(const AttentionCall& call, const Item& item, const Tile& tile, int64_t row,
+                 int count, float* scores, const Desk<T>& desk, float* state) {
+  const int64_t stride = record_floats(call.head_dim);
+  const float scale = call.scale * LOG2_E;
+  for (int i = 0; i < count; i++)
+    hide_keys(scores + i * TILE, item.low(row + i) - tile.start, item.high(row + i) - tile.start);
+  raise_maxima(scores, count, scale, state + row * stride, stride, desk.keep + row);
+  for (int i = 0; i < count; i++)
+    weigh_keys(scores + i * TILE, scale, desk.keep[row + i], state + (row + i) * stride,
+               desk.weights + (row + i) * TILE);
+}
+
+template <class T>
+void take_values(const AttentionCall& call, int64_t row, int count, int64_t column, int width,
+                 const float* sums, const Desk<T>& desk, float* state) {
+  const int64_t stride = record_floats(call.head_dim);
+  for (int i = 0; i < count; i++)
+    add_values(sums + i * BLOCK, desk.keep[row + i], width,
+               state + (row + i) * stride + VALUES + column);
+}
+
+// Rows `first` .. `stop` take in a tile that is packed for them.
 template <class Step>
-void add_tile(const AttentionCall& call, const Item& item, int64_t first, int64_t stop,
-              int64_t start, Fetcher* fetcher, const typename Step::Element* queries,
+void add_tile(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
+              int64_t stop, const typename Step::Element* queries,
               const Desk<typename Step::Element>& desk, float* state) {
   using T = typename Step::Element;
   constexpr int64_t SIZE = sizeof(T), ELEMENTS = 4 / SIZE;
-  const int64_t head_dim = call.head_dim, stride = record_floats(head_dim);
-  const float scale = call.scale * LOG2_E;
-  multiply_tile<Step>(
-      {reinterpret_cast<const char*>(queries), head_dim * SIZE, nullptr}, first, stop,
-      {desk.keys, head_dim / ELEMENTS, TILE}, fetcher,
-      [&](int64_t row, int count, float* scores) {
-        for (int i = 0; i < count; i++)
-          hide_keys(scores + i * TILE, item.low(row + i) - start, item.high(row + i) - start);
-        raise_maxima(scores, count, scale, state + row * stride, stride, desk.keep + row);
-        for (int i = 0; i < count; i++)
-          weigh_keys(scores + i * TILE, scale, desk.keep[row + i], state + (row + i) * stride,
-                     desk.weights + (row + i) * TILE);
-      });
+  const int64_t head_dim = call.head_dim;
+  pack_keys(tile.keys, *tile.places, head_dim * SIZE, tile.fetcher, desk.keys);
+  pack_values(tile.values, *tile.places, head_dim, tile.fetcher, queries, desk.values);
+  multiply_block<Step>({reinterpret_cast<const char*>(queries), head_dim * SIZE, nullptr}, first,
+                       stop, {desk.keys, head_dim / ELEMENTS, TILE},
+                       [&](int64_t row, int count, float* scores) {
+                         take_scores(call, item, tile, row, count, scores, desk, state);
+                       });
   for (int64_t column = 0; column < head_dim; column += BLOCK) {
     const int width = head_dim - column < BLOCK ? static_cast<int>(head_dim - column) : BLOCK;
-    multiply_tile<Step>(
-        {reinterpret_cast<const char*>(desk.weights), TILE * SIZE, nullptr}, first, stop,
-        {desk.values + column * TILE * SIZE, TILE / ELEMENTS, width}, fetcher,
-        [&](int64_t row, int count, const float* sums) {
-          for (int i = 0; i < count; i++)
-            add_values(sums + i * BLOCK, desk.keep[row + i], width,
-                       state + (row + i) * stride + VALUES + column);
-        });
+    multiply_block<Step>({reinterpret_cast<const char*>(desk.weights), TILE * SIZE, nullptr}, first,
+                         stop, {desk.values + column * TILE * SIZE, TILE / ELEMENTS, width},
+                         [&](int64_t row, int count, const float* sums) {
+                           take_values(call, row, count, column, width, sums, desk, state);
+                         });
   }
 }
+
+#if defined(__AVX512F__)
+// The same for few rows.
+template <class Step>
+void add_tile_to_few(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
+                     int count, const typename Step::Element* queries,
+                     const Desk<typename Step::Element>& desk, float* state) {
+  const int64_t head_dim = call.head_dim, row_bytes = head_dim * sizeof(typename Step::Element);
+  alignas(64) float scores[MOST_ROWS * TILE];
+  score_few<Step>(queries + first * head_dim, count, tile.keys, *tile.places, row_bytes,
+                  tile.fetcher, scores);
+  take_scores(call, item, tile, first, count, scores, desk, state);
+  weigh_few<Step>(desk.weights + first * TILE, count, tile.values, *tile.places, head_dim,
+                  tile.fetcher, [&](int64_t column, int width, const float* sums) {
+                    take_values(call, first, count, column, width, sums, desk, state);
+                  });
+}
+#endif
 
 // All rows of the item take in the keys of one of its splits -> `state` [heads, rows] records.
 template <class Step>
@@ -131,16 +172,22 @@ void attend_split(const AttentionCall& call, const Item& item, int64_t split,
     const int64_t first = before > 0 ? before * item.group : 0;
     const int64_t past = before + TILE - 1 + item.window;
     const int64_t stop = past < item.tokens ? past * item.group : rows;
-    Fetcher fetcher{next, static_cast<const char*>(call.keys) + item.head * head_bytes,
-                    static_cast<const char*>(call.values) + item.head * head_bytes,
-                    item.heads * head_bytes};
+    const char* keys = static_cast<const char*>(call.keys) + item.head * head_bytes;
+    const char* values = static_cast<const char*>(call.values) + item.head * head_bytes;
+    Fetcher fetcher(next, keys, values, item.heads * head_bytes);
     for (int64_t head = 0; head < item.heads; head++) {
-      const int64_t at = (item.head + head) * head_bytes;
-      pack_keys(static_cast<const char*>(call.keys) + at, places[turn], head_bytes, &fetcher, desk.keys);
-      pack_values(static_cast<const char*>(call.values) + at, places[turn], call.head_dim, &fetcher,
-                  static_cast<const typename Step::Element*>(nullptr), desk.values);
-      add_tile<Step>(call, item, first, stop, start, &fetcher, desk.queries + head * rows * call.head_dim,
-                     desk, state + head * rows * stride);
+      const Tile tile{start, keys + head * head_bytes, values + head * head_bytes, &places[turn],
+                      &fetcher};
+      const auto* queries = desk.queries + head * rows * call.head_dim;
+      float* records = state + head * rows * stride;
+#if defined(__AVX512F__)
+      if (is_few<Step>(stop - first)) {
+        add_tile_to_few<Step>(call, item, tile, first, static_cast<int>(stop - first), queries,
+                              desk, records);
+        continue;
+      }
+#endif
+      add_tile<Step>(call, item, tile, first, stop, queries, desk, records);
     }
   }
   for (int64_t i = 0; i < item.heads * rows; i++) close_record(state + i * stride);

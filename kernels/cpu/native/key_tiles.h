@@ -40,18 +40,21 @@ inline void find_places(const int64_t* table, int64_t block_size, int64_t slot_b
 // most of what it is asked for at once, or waits.
 class Fetcher {
  public:
-  // `places` null: nothing to fetch. `row_bytes`: of a position, a multiple of 64.
+  // `places` null: nothing to fetch. `row_bytes`: of a position.
   Fetcher(const Places* places, const char* keys, const char* values, int64_t row_bytes)
       : places_(places), base_(keys), values_(values), row_bytes_(row_bytes) {
     if (places) begin_row();
   }
 
   // Into the second cache: tiles are more than the first one holds.
-  void fetch(int lines) {
-    for (; places_ && lines > 0; lines--) {
+  template <int LINES>
+  void fetch() {
+#pragma GCC unroll 8
+    for (int i = 0; places_ && i < LINES; i += 2) {
       _mm_prefetch(at_, _MM_HINT_T1);
-      at_ += 64;
-      if (at_ == end_) end_row();
+      _mm_prefetch(at_ + 64, _MM_HINT_T1);
+      at_ += 128;
+      if (at_ >= end_) end_row();
     }
   }
 
@@ -75,57 +78,64 @@ class Fetcher {
   int key_ = 0;
 };
 
-// Lines between two such pieces: for each 16 keys turned, for each step of values packed, for each
-// step multiplied. Together they are the lines of a tile.
-#if defined(__AVX512F__)
-constexpr int FETCHED_TURNING = 4, FETCHED_PACKING = 1, FETCHED_MULTIPLYING = 3;
-#else
-constexpr int FETCHED_TURNING = 4, FETCHED_PACKING = 1, FETCHED_MULTIPLYING = 1;
-#endif
+// Lines between two pieces of packing: together they are the lines of a tile.
+constexpr int FETCHED_TURNING = 4, FETCHED_PAIRING = 4;
 
 #if defined(__AVX512F__)
 
-// 16 bytes of each of four rows.
+// 16 bytes of each of four rows. Loads and blends: shuffles are what there are too many of.
 inline Ints four_rows(const char* const* rows, int64_t at) {
   auto part = [=](int i) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4 * i] + at));
   };
   Ints x = _mm512_castsi128_si512(part(0));
-  x = _mm512_inserti32x4(x, part(1), 1);
-  x = _mm512_inserti32x4(x, part(2), 2);
-  return _mm512_inserti32x4(x, part(3), 3);
+  x = _mm512_mask_broadcast_i32x4(x, 0x00F0, part(1));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0F00, part(2));
+  return _mm512_mask_broadcast_i32x4(x, 0xF000, part(3));
 }
 
-// Four bytes, 16 times, of each of 16 rows -> 16 lines of `to`, TILE * 4 bytes apart.
-inline void turn_rows(const char* const* rows, char* to) {
-  for (int i = 0; i < 4; i++, to += 4 * TILE * 4) {
-    Ints a = four_rows(rows, 16 * i), b = four_rows(rows + 1, 16 * i);
-    Ints c = four_rows(rows + 2, 16 * i), d = four_rows(rows + 3, 16 * i);
-    Ints ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-    _mm512_store_si512(to, _mm512_unpacklo_epi64(ab, cd));
-    _mm512_store_si512(to + TILE * 4, _mm512_unpackhi_epi64(ab, cd));
-    ab = _mm512_unpackhi_epi32(a, b), cd = _mm512_unpackhi_epi32(c, d);
-    _mm512_store_si512(to + 2 * TILE * 4, _mm512_unpacklo_epi64(ab, cd));
-    _mm512_store_si512(to + 3 * TILE * 4, _mm512_unpackhi_epi64(ab, cd));
-  }
+// Four times four bytes of each of 16 rows, from byte `at` on: the first of all, the second ...
+inline void turn_rows(const char* const* rows, int64_t at, Ints* to) {
+  Ints a = four_rows(rows, at), b = four_rows(rows + 1, at);
+  Ints c = four_rows(rows + 2, at), d = four_rows(rows + 3, at);
+  Ints ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+  to[0] = _mm512_unpacklo_epi64(ab, cd);
+  to[1] = _mm512_unpackhi_epi64(ab, cd);
+  ab = _mm512_unpackhi_epi32(a, b), cd = _mm512_unpackhi_epi32(c, d);
+  to[2] = _mm512_unpacklo_epi64(ab, cd);
+  to[3] = _mm512_unpackhi_epi64(ab, cd);
 }
 
-// Two bf16 rows of 32 columns -> pairs.
-inline void pair_rows(const char* first, const char* second, char* to) {
+// The same -> four lines of `to`, TILE * 4 bytes apart.
+inline void turn_rows(const char* const* rows, int64_t at, char* to) {
+  Ints turned[4];
+  turn_rows(rows, at, turned);
+  for (int k = 0; k < 4; k++) _mm512_store_si512(to + k * TILE * 4, turned[k]);
+}
+
+// 32 columns of two bf16 rows -> pairs.
+inline void pair_rows(const char* first, const char* second, Ints* to) {
   Ints a = load_ints(first), b = load_ints(second);
   // In each 128 bits four pairs of the low or of the high halves: put in order afterwards.
   Ints low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
   const Ints begin = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
   const Ints end = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  _mm512_store_si512(to, _mm512_permutex2var_epi64(low, begin, high));
-  _mm512_store_si512(to + 64, _mm512_permutex2var_epi64(low, end, high));
+  to[0] = _mm512_permutex2var_epi64(low, begin, high);
+  to[1] = _mm512_permutex2var_epi64(low, end, high);
+}
+
+inline void pair_rows(const char* first, const char* second, char* to) {
+  Ints pairs[2];
+  pair_rows(first, second, pairs);
+  _mm512_store_si512(to, pairs[0]);
+  _mm512_store_si512(to + 64, pairs[1]);
 }
 
 #else
 
-inline void turn_rows(const char* const* rows, char* to) {
-  for (int k = 0; k < 16; k++)
-    for (int i = 0; i < 16; i++) memcpy(to + (k * TILE + i) * 4, rows[i] + k * 4, 4);
+inline void turn_rows(const char* const* rows, int64_t at, char* to) {
+  for (int k = 0; k < 4; k++)
+    for (int i = 0; i < 16; i++) memcpy(to + (k * TILE + i) * 4, rows[i] + at + k * 4, 4);
 }
 
 inline void pair_rows(const char* first, const char* second, char* to) {
@@ -138,16 +148,16 @@ inline void pair_rows(const char* first, const char* second, char* to) {
 #endif
 
 // Keys as columns: `row_bytes` / 4 steps over the head's dimensions, each of TILE * 4 bytes.
-inline void pack_keys(const char* base, const Places& places, int64_t row_bytes,
-                      Fetcher* fetcher, char* to) {
+inline void pack_keys(const char* base, const Places& places, int64_t row_bytes, Fetcher* fetcher,
+                      char* to) {
   for (int key = 0; key < TILE; key += 16, to += 16 * 4) {
     const char* rows[16];
     for (int i = 0; i < 16; i++) rows[i] = places.row(base, key + i);
-    for (int64_t at = 0; at < row_bytes; at += 64) {
-      fetcher->fetch(FETCHED_TURNING);
-      turn_rows(rows, to + at * TILE);
-      for (int i = 0; i < 16; i++) rows[i] += 64;
-    }  }
+    for (int64_t at = 0; at < row_bytes; at += 16) {
+      fetcher->fetch<FETCHED_TURNING>();
+      turn_rows(rows, at, to + at * TILE);
+    }
+  }
 }
 
 // Dimensions as columns, in blocks of BLOCK of them; steps are pairs of keys.
@@ -159,7 +169,7 @@ inline void pack_values(const char* base, const Places& places, int64_t head_dim
     const bool is_whole = head_dim - column >= BLOCK;
     for (int key = 0; key < TILE; key += 2, to += is_whole ? 256 : 128) {
       const char *first = rows[key] + column * 2, *second = rows[key + 1] + column * 2;
-      fetcher->fetch(FETCHED_PACKING);
+      fetcher->fetch<FETCHED_PAIRING>();
       pair_rows(first, second, to);
       if (is_whole) pair_rows(first + 64, second + 64, to + 128);
     }
@@ -174,7 +184,7 @@ inline void pack_values(const char* base, const Places& places, int64_t head_dim
   for (int64_t column = 0; column < head_dim; column += BLOCK) {
     const int64_t bytes = head_dim - column >= BLOCK ? 256 : 128;
     for (int key = 0; key < TILE; key++, to += bytes) {
-      fetcher->fetch(FETCHED_PACKING);
+      fetcher->fetch<FETCHED_PAIRING>();
       memcpy(to, rows[key] + column * 4, bytes);
     }
   }
