@@ -84,6 +84,12 @@ class AttentionCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class LimitCall(ctypes.Structure):
+    _fields_ = [
+        ("data", _POINTER), ("bytes", _LONG), ("rounds", _LONG), ("dtype", _INT), ("threads", _INT),
+    ]  # fmt: skip
+
+
 def address(tensor: torch.Tensor | None) -> int | None:
     """None is a null pointer."""
     return None if tensor is None else tensor.data_ptr()

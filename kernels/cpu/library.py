@@ -23,6 +23,8 @@ class Library:
         self.kernels = ctypes.CDLL(str(file))
         self.instructions = ""
         self.num_threads = 1
+        self.kernels.moe_serve_read.restype = ctypes.c_float
+        self.kernels.moe_serve_peak.restype = ctypes.c_double
         self.kernels.moe_serve_choose.restype = ctypes.c_char_p
         self.kernels.moe_serve_choose.argtypes = [ctypes.c_char_p]
 

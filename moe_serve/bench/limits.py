@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from moe_serve.bench.ruler import Call, Clock, time_calls
 from moe_serve.bench.table import Table
 from moe_serve.kernels.cpu.library import active
+from moe_serve.kernels.cpu.limits import multiply_only, read_all
 from moe_serve.kernels.cpu.packed import PackedWeight
 from moe_serve.kernels.linear import linear
 
@@ -90,6 +91,9 @@ def _read_rate(num_bytes: int, clock: Clock) -> float:
     matrix = torch.ones(max(1, num_bytes // 4 // _ROW), _ROW)
     vector = torch.ones(_ROW)
     ways: list[Call] = [matrix.sum, matrix.amax, lambda: torch.mv(matrix, vector)]
+    library = active()
+    if library is not None:
+        ways.append(lambda: read_all(matrix, library))
     return matrix.nbytes / _best(ways, clock)
 
 
@@ -106,7 +110,13 @@ def _matmul_rate(size: int, dtype: torch.dtype, clock: Clock) -> float:
     if library is not None:
         packed = PackedWeight.pack(b.clone(), library)
         ways.append(lambda: linear(a, packed))
-    return 2 * size**3 / _best(ways, clock)
+    rate = 2 * size**3 / _best(ways, clock)
+    if library is None:
+        return rate
+    # Nothing but multiplications, about as many.
+    rounds = max(1, size**3 // 2**10 // library.num_threads)
+    seconds = _best([lambda: multiply_only(rounds, dtype, library)], clock)
+    return max(rate, multiply_only(rounds, dtype, library) / seconds)
 
 
 def _int8_rate(size: int, clock: Clock) -> float:

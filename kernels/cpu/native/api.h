@@ -92,6 +92,13 @@ struct AttentionCall {
   int32_t dtype, threads;
 };
 
+// Memory to read, or `rounds` of multiplications on each thread.
+struct LimitCall {
+  const void* data;
+  int64_t bytes, rounds;
+  int32_t dtype, threads;
+};
+
 // The functions of one instruction set.
 struct Kernels {
   int (*quantize)(const QuantizeCall*);
@@ -101,4 +108,6 @@ struct Kernels {
   int (*attention_inputs)(const AttentionInputsCall*);
   int (*router)(const RouterCall*);
   int (*attention)(const AttentionCall*);
+  float (*read)(const LimitCall*);
+  double (*peak)(const LimitCall*);
 };

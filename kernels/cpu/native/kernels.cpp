@@ -2,6 +2,7 @@
 #include "api.h"
 #include "attention.h"
 #include "experts.h"
+#include "limits.h"
 #include "quantize.h"
 #include "rows.h"
 
@@ -49,8 +50,19 @@ int attention(const AttentionCall* call) {
                                           : run_attention<PairStep>(*call);
 }
 
+float read(const LimitCall* call) { return run_read(*call); }
+
+double peak(const LimitCall* call) {
+  if (call->dtype == MOE_SERVE_FLOAT32) return run_peak<FloatStep>(*call);
+#if defined(MOE_SERVE_AMX)
+  return run_tile_peak(*call);
+#else
+  return run_peak<PairStep>(*call);
+#endif
+}
+
 }  // namespace
 
 extern const Kernels MOE_SERVE_KERNELS;
 const Kernels MOE_SERVE_KERNELS = {quantize, moe, grouped, norm, attention_inputs, router,
-                                   attention};
+                                   attention, read, peak};

@@ -151,5 +151,7 @@ int moe_serve_attention_inputs(const AttentionInputsCall* call) {
 }
 int moe_serve_router(const RouterCall* call) { return active->router(call); }
 int moe_serve_attention(const AttentionCall* call) { return active->attention(call); }
+float moe_serve_read(const LimitCall* call) { return active->read(call); }
+double moe_serve_peak(const LimitCall* call) { return active->peak(call); }
 }
 #pragma GCC visibility pop
