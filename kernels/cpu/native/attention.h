@@ -8,36 +8,13 @@
 // not take part. So a row's bits depend on its query, its position and its keys alone.
 #pragma once
 
-#include "api.h"
+#include "attention_items.h"
 #include "few_rows.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "softmax_rows.h"
 
 namespace {
-
-constexpr int64_t SPLIT = 1024;
-// Query tokens times the heads that share a kv head: while a packed tile is in the cache.
-constexpr int64_t QUERY_ROWS = 96;
-
-// Query tokens of one sequence and a range of kv heads. Row r of a head is token r / group.
-struct Item {
-  int64_t sequence, token, tokens, head, heads;
-  int64_t position;  // of its first token
-  int64_t group, window;
-  int64_t first_split, splits;  // those that a row of it sees
-  int64_t first_part;           // its parts are done one by one, in any order
-  float* records;               // of its splits [splits, heads, rows], or null: it has one part
-
-  int64_t rows() const { return tokens * group; }
-  int64_t num_parts() const { return records ? splits : 1; }
-  // The positions that a row sees.
-  int64_t high(int64_t row) const { return position + row / group + 1; }
-  int64_t low(int64_t row) const { return high(row) > window ? high(row) - window : 0; }
-  // Its splits, counted from the item's first.
-  int64_t row_split(int64_t row) const { return low(row) / SPLIT - first_split; }
-  int64_t last_row_split(int64_t row) const { return (high(row) - 1) / SPLIT - first_split; }
-};
 
 // A thread's memory for one item.
 template <class T>
@@ -104,9 +81,9 @@ void take_values(const AttentionCall& call, int64_t row, int count, int64_t colu
                state + (row + i) * stride + VALUES + column);
 }
 
-// Rows `first` .. `stop` take in a tile that is packed for them.
+// Rows `first` .. `stop` take in a tile, which is packed for them.
 template <class Step>
-void add_tile(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
+void add_tile_to_many(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
               int64_t stop, const typename Step::Element* queries,
               const Desk<typename Step::Element>& desk, float* state) {
   using T = typename Step::Element;
@@ -130,7 +107,7 @@ void add_tile(const AttentionCall& call, const Item& item, const Tile& tile, int
 }
 
 #if defined(__AVX512F__)
-// The same for few rows.
+// As it lies, for few rows.
 template <class Step>
 void add_tile_to_few(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
                      int count, const typename Step::Element* queries,
@@ -147,47 +124,60 @@ void add_tile_to_few(const AttentionCall& call, const Item& item, const Tile& ti
 }
 #endif
 
-// All rows of the item take in the keys of one of its splits -> `state` [heads, rows] records.
 template <class Step>
-void attend_split(const AttentionCall& call, const Item& item, int64_t split,
+void add_tile(const AttentionCall& call, const Item& item, const Tile& tile, int64_t first,
+              int64_t stop, const typename Step::Element* queries,
+              const Desk<typename Step::Element>& desk, float* state) {
+#if defined(__AVX512F__)
+  if (is_few<Step>(stop - first))
+    return add_tile_to_few<Step>(call, item, tile, first, static_cast<int>(stop - first), queries,
+                                 desk, state);
+#endif
+  add_tile_to_many<Step>(call, item, tile, first, stop, queries, desk, state);
+}
+
+// Where a tile of an item's sequence lies -> `places`, and what fetches it.
+inline Fetcher fetcher_of(const AttentionCall& call, const Item& item, const Span& span,
+                          int64_t start, int64_t head_bytes, Places* places) {
+  find_places(call.tables + item.sequence * call.table_stride, call.block_size,
+              call.kv_heads * head_bytes, start, span.low, span.high, places);
+  const int64_t at = item.head * head_bytes;
+  return {places, static_cast<const char*>(call.keys) + at,
+          static_cast<const char*>(call.values) + at, item.heads * head_bytes};
+}
+
+// All rows of the item take in the keys of a split of it -> `state` [heads, rows] records. Then
+// the first tile of the part that comes after it is fetched.
+template <class Step>
+void attend_split(const AttentionCall& call, const Part& part, const Part& after,
                   const Desk<typename Step::Element>& desk, float* state) {
   constexpr int64_t SIZE = sizeof(typename Step::Element);
+  const Item& item = *part.item;
   const int64_t rows = item.rows(), head_bytes = call.head_dim * SIZE;
-  const int64_t stride = record_floats(call.head_dim), slot_bytes = call.kv_heads * head_bytes;
-  const int64_t low = item.low(0), high = item.high(rows - 1);
-  const int64_t begin = (item.first_split + split) * SPLIT;
-  const int64_t end = high < begin + SPLIT ? high : begin + SPLIT;
-  const int64_t* table = call.tables + item.sequence * call.table_stride;
+  const int64_t stride = record_floats(call.head_dim);
+  const Span span(item, part.split);
   for (int64_t i = 0; i < item.heads * rows; i++) clear_record(state + i * stride, call.head_dim);
   Places places[2];
-  auto find = [&](int64_t start, Places* to) {
-    find_places(table, call.block_size, slot_bytes, start, low, high, to);
-  };
-  int64_t start = low > begin ? low / TILE * TILE : begin;
-  find(start, &places[0]);
-  for (int turn = 0; start < end; start += TILE, turn ^= 1) {
-    const Places* next = start + TILE < end ? &places[turn ^ 1] : nullptr;
-    if (next) find(start + TILE, &places[turn ^ 1]);
+  fetcher_of(call, item, span, span.start, head_bytes, &places[0]);
+  int turn = 0;
+  for (int64_t start = span.start; start < span.end; start += TILE, turn ^= 1) {
+    Fetcher fetcher;
+    if (start + TILE < span.end) {
+      fetcher = fetcher_of(call, item, span, start + TILE, head_bytes, &places[turn ^ 1]);
+    } else if (after.item) {
+      const Span next(*after.item, after.split);
+      fetcher = fetcher_of(call, *after.item, next, next.start, head_bytes, &places[turn ^ 1]);
+    }
     const int64_t before = start - item.position;
     const int64_t first = before > 0 ? before * item.group : 0;
     const int64_t past = before + TILE - 1 + item.window;
     const int64_t stop = past < item.tokens ? past * item.group : rows;
-    const char* keys = static_cast<const char*>(call.keys) + item.head * head_bytes;
-    const char* values = static_cast<const char*>(call.values) + item.head * head_bytes;
-    Fetcher fetcher(next, keys, values, item.heads * head_bytes);
     for (int64_t head = 0; head < item.heads; head++) {
-      const Tile tile{start, keys + head * head_bytes, values + head * head_bytes, &places[turn],
-                      &fetcher};
-      const auto* queries = desk.queries + head * rows * call.head_dim;
-      float* records = state + head * rows * stride;
-#if defined(__AVX512F__)
-      if (is_few<Step>(stop - first)) {
-        add_tile_to_few<Step>(call, item, tile, first, static_cast<int>(stop - first), queries,
-                              desk, records);
-        continue;
-      }
-#endif
-      add_tile<Step>(call, item, tile, first, stop, queries, desk, records);
+      const int64_t at = (item.head + head) * head_bytes;
+      const Tile tile{start, static_cast<const char*>(call.keys) + at,
+                      static_cast<const char*>(call.values) + at, &places[turn], &fetcher};
+      add_tile<Step>(call, item, tile, first, stop, desk.queries + head * rows * call.head_dim,
+                     desk, state + head * rows * stride);
     }
   }
   for (int64_t i = 0; i < item.heads * rows; i++) close_record(state + i * stride);
@@ -207,20 +197,23 @@ void store_results(const AttentionCall& call, const Item& item, const float* sta
 
 // One part: one split, or all of them.
 template <class Step>
-bool attend(const AttentionCall& call, const Item& item, int64_t part, int64_t most_rows,
+bool attend(const AttentionCall& call, const Part& part, const Part& after, int64_t most_rows,
             int64_t most_records) {
   using T = typename Step::Element;
+  const Item& item = *part.item;
   const int64_t stride = record_floats(call.head_dim), rows = item.rows();
   const int64_t size = item.heads * rows * stride;
   Desk<T> desk;
   if (!desk.prepare(most_rows, most_records, call.head_dim)) return false;
   copy_queries(call, item, desk.queries);
   if (item.records) {
-    attend_split<Step>(call, item, part, desk, item.records + part * size);
+    attend_split<Step>(call, part, after, desk, item.records + part.split * size);
     return true;
   }
   for (int64_t split = 0; split < item.splits; split++) {
-    attend_split<Step>(call, item, split, desk, item.splits == 1 ? desk.merged : desk.state);
+    const Part next = split + 1 < item.splits ? Part{&item, split + 1} : after;
+    attend_split<Step>(call, {&item, split}, next, desk,
+                       item.splits == 1 ? desk.merged : desk.state);
     for (int64_t i = 0; item.splits > 1 && i < item.heads * rows; i++)
       if (item.row_split(i % rows) <= split && split <= item.last_row_split(i % rows))
         merge_record(desk.merged + i * stride, desk.state + i * stride,
@@ -242,45 +235,6 @@ void merge_parts(const AttentionCall& call, const Item& item) {
                    split == first, call.head_dim);
   }
   store_results<T>(call, item, item.records);
-}
-
-// Calls visit(item) for all query tokens and kv heads, what takes longest first within a sequence;
-// where its sequence has few tokens an item has all kv heads if `together`, so that memory is
-// read as it lies.
-template <class Visit>
-void each_item(const AttentionCall& call, bool together, Visit visit) {
-  const int64_t group = call.heads / call.kv_heads;
-  const int64_t step = group < QUERY_ROWS ? QUERY_ROWS / group : 1;
-  for (int64_t s = 0; s < call.sequences; s++) {
-    const int64_t begin = call.query_starts[s], tokens = call.query_starts[s + 1] - begin;
-    if (!call.context_lens[s]) continue;
-    const bool is_few = tokens <= step;
-    const int64_t heads = is_few && together ? call.kv_heads : 1;
-    for (int64_t first = (tokens - 1) / step * step; first >= 0; first -= step)
-      for (int64_t head = 0; head < call.kv_heads; head += heads) {
-        Item item{};
-        item.sequence = s, item.token = begin + first;
-        item.tokens = tokens - first < step ? tokens - first : step;
-        item.head = head, item.heads = heads;
-        item.position = call.context_lens[s] - tokens + first;
-        item.group = group, item.window = call.window;
-        item.first_split = item.low(0) / SPLIT;
-        item.splits = item.last_row_split(item.rows() - 1) + 1;
-        visit(item, is_few && item.splits > 1);
-      }
-  }
-}
-
-inline const Item& item_of(const Item* items, int64_t count, int64_t part) {
-  int64_t low = 0, high = count - 1;
-  while (low < high) {
-    int64_t middle = (low + high + 1) / 2;
-    if (items[middle].first_part <= part)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return items[low];
 }
 
 template <class Step>
@@ -313,9 +267,14 @@ int run_attention(const AttentionCall& call) {
     items[next++] = item;
   });
   bool has_failed = false;
-  for_each(parts, call.threads, [&](int64_t part) {
+  auto part_of = [&](int64_t part) {
+    if (part >= parts) return Part{nullptr, 0};
     const Item& item = item_of(items, count, part);
-    if (!attend<Step>(call, item, part - item.first_part, most_rows, most_records))
+    return Part{&item, part - item.first_part};
+  };
+  // Threads take turns, more or less: a guess at what is next.
+  for_each(parts, call.threads, [&](int64_t part) {
+    if (!attend<Step>(call, part_of(part), part_of(part + call.threads), most_rows, most_records))
       __atomic_store_n(&has_failed, true, __ATOMIC_RELAXED);
   });
   if (records)

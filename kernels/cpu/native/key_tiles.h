@@ -40,10 +40,12 @@ inline void find_places(const int64_t* table, int64_t block_size, int64_t slot_b
 // most of what it is asked for at once, or waits.
 class Fetcher {
  public:
-  // `places` null: nothing to fetch. `row_bytes`: of a position.
+  // Nothing to fetch.
+  Fetcher() = default;
+  // `row_bytes`: of a position, from `keys` and from `values` on.
   Fetcher(const Places* places, const char* keys, const char* values, int64_t row_bytes)
       : places_(places), base_(keys), values_(values), row_bytes_(row_bytes) {
-    if (places) begin_row();
+    begin_row();
   }
 
   // Into the second cache: tiles are more than the first one holds.
@@ -72,9 +74,9 @@ class Fetcher {
       base_ = values_, begin_row();
   }
 
-  const Places* places_;
-  const char *base_, *values_, *at_ = nullptr, *end_ = nullptr;
-  int64_t row_bytes_;
+  const Places* places_ = nullptr;
+  const char *base_ = nullptr, *values_ = nullptr, *at_ = nullptr, *end_ = nullptr;
+  int64_t row_bytes_ = 0;
   int key_ = 0;
 };
 
