@@ -6,6 +6,7 @@ A rank reads the parts that it holds and nothing else; what it leaves out is che
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from moe_serve.config import DTypeName
@@ -55,13 +56,15 @@ def load_model(
     show_progress: bool,
     ranks: Ranks = SINGLE_RANK,
     on_progress: Callable[[int, int], None] | None = None,
+    finish: Callable[[nn.Module], None] | None = None,
 ) -> Decoder:
     """This rank's decoder with all weights set, in `dtype` on `device` (routers stay fp32).
 
     Degrees that do not fit the model raise `ConfigError`, and whatever is wrong with the folder
     `CheckpointError`, before the model's memory is taken. `on_progress(read, total)` is told the
     bytes read so far and all that this rank reads, instead of a bar; the bar shows on a terminal
-    only.
+    only. `finish` is called with each layer once that is filled, and then with the decoder: where
+    it makes layers smaller, they are never in memory all as they were read.
     """
     refuse_quantised(hf_config)
     family = find_family(hf_config.architectures)
@@ -74,8 +77,47 @@ def load_model(
     decoder = Decoder(spec, dtype, device, ranks)
     total = num_bytes_to_read(plan, checkpoint)
     with _progress(total, show_bar=show_progress, on_progress=on_progress) as advance:
-        fill(dict(decoder.named_parameters()), checkpoint, plan, advance)
+        if finish is None:
+            fill(dict(decoder.named_parameters()), checkpoint, plan, advance)
+        else:
+            _fill_in_turn(decoder, checkpoint, plan, advance, finish)
     return decoder.eval()
+
+
+def _fill_in_turn(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    advance: Callable[[int], None],
+    finish: Callable[[nn.Module], None],
+) -> None:
+    modules = (*decoder.layers, decoder)
+    turns = {id(p): turn for turn, layer in enumerate(decoder.layers) for p in layer.parameters()}
+    last = len(decoder.layers)
+    turn_of = {name: turns.get(id(p), last) for name, p in decoder.named_parameters()}
+    parts = _split_plan(plan, turn_of)
+    for turn, module in enumerate(modules):
+        # Memory of a parameter is taken when it is written: those of later turns have none yet.
+        parameters = {
+            name: parameter
+            for name, parameter in decoder.named_parameters()
+            if turn_of[name] == turn
+        }
+        fill(parameters, checkpoint, parts.get(turn, {}), advance)
+        del parameters
+        finish(module)
+
+
+def _split_plan(plan: Plan, turn_of: Mapping[str, int]) -> dict[int, Plan]:
+    """What fills the parameters of each turn."""
+    parts: dict[int, Plan] = {}
+    for name, source in plan.items():
+        slots: dict[int, list[Slot]] = {}
+        for slot in source.slots:
+            slots.setdefault(turn_of[slot.parameter], []).append(slot)
+        for turn, own in slots.items():
+            parts.setdefault(turn, {})[name] = dataclasses.replace(source, slots=tuple(own))
+    return parts
 
 
 def pick_dtype(hf_config: HFConfig, name: DTypeName, device: torch.device) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -82,7 +83,9 @@ class RankSetup:
         self, ranks: Ranks, on_progress: Callable[[int, int], None] | None, *, show_progress: bool
     ) -> Decoder:
         """The decoder with this rank's weights. `on_progress`: bytes read, bytes needed."""
-        model = load_model(
+        library = active()
+        quantization = self.config.quantization
+        return load_model(
             self.folder.path,
             self.folder.hf_config,
             dtype=self.dtype,
@@ -90,11 +93,10 @@ class RankSetup:
             ranks=ranks,
             on_progress=on_progress,
             show_progress=show_progress,
+            finish=None
+            if library is None
+            else partial(pack_weights, library=library, quantization=quantization),
         )
-        library = active()
-        if library is not None:
-            pack_weights(model, library, self.config.quantization)
-        return model
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -25,17 +25,19 @@ SCHEMES = {"int8": INT8, "int4": INT4}
 HEAD_SCHEME = INT8
 
 
-def pack_weights(model: Decoder, library: Library, quantization: str | None = None) -> None:
-    """In place, once. What cannot be packed, such as rows of an odd length, stays as it is.
+def pack_weights(model: nn.Module, library: Library, quantization: str | None = None) -> None:
+    """In place: a decoder, or a part of one; what is packed already stays so.
 
-    `quantization`: "int8" or "int4", for all but embeddings, norms, and what routes.
+    What cannot be packed, such as rows of an odd length, stays as it is. `quantization`: "int8" or
+    "int4", for all but embeddings, norms, and what routes.
     """
     packing = _Packing(library, None if quantization is None else SCHEMES[quantization])
     gated = [module for module in model.modules() if isinstance(module, GatedMLP | DenseMLP)]
     for mlp in gated:
         if mlp.activation in ACTIVATIONS:
             packing.pack(mlp.gate_up, "weight_ND", is_paired=True)
-    packing.pack_head(model)
+    if isinstance(model, Decoder):
+        packing.pack_head(model)
     for module in model.modules():
         if isinstance(module, MoE) and module.shared_gate is not None:
             packing.as_they_are.pack(module.shared_gate, "weight_ND")
@@ -86,6 +88,6 @@ class _Packing:
         table_VD = model.embedding.weight_VD.detach()
         if model.head is not None:
             packing.pack(model.head, "weight_ND")
-        elif can_pack(table_VD):
+        elif model.tied_head is None and can_pack(table_VD):
             is_quantized = packing.scheme is not None and can_quantize(table_VD)
             model.tied_head = packing.packed(table_VD if is_quantized else table_VD.clone())
