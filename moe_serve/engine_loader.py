@@ -23,6 +23,7 @@ from moe_serve.expert_service import ExpertService
 from moe_serve.layers.moe import MoE
 from moe_serve.memory_profile import num_blocks_of
 from moe_serve.messages import AddRequest, EngineReady
+from moe_serve.models.packing import expert_bytes
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.world import ENVIRONMENT
 from moe_serve.rank_setup import RankSetup
@@ -93,7 +94,7 @@ def make_expert_service(executor: Executor, setup: RankSetup) -> ExpertService:
         top_k=0 if mlp is None else mlp.router.top_k,
         expert_bytes=0
         if mlp is None
-        else 3 * mlp.inner_size * spec.hidden_size * setup.dtype.itemsize,
+        else expert_bytes(mlp.inner_size, spec.hidden_size, setup.dtype, config.quantization),
         cost=measure_cost([layer.experts for layer in layers]),
         has_rows=setup.layout.expert_size > 1,
     )

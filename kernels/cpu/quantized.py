@@ -14,6 +14,8 @@ from moe_serve.kernels.cpu.packed import PackedWeight
 # Shapes: E experts, N rows of a weight (columns of the product), K columns, P columns of a block.
 
 _BLOCK, _VECTOR = 64, 16
+# Columns that always stand together.
+COLUMNS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,11 +134,10 @@ def _unpack_8(block: Tensor, columns: int) -> Tensor:
 
 
 def can_quantize(weight: Tensor) -> bool:
-    """Eight columns always stand together."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
         and weight.is_contiguous()
-        and weight.shape[-1] % 8 == 0
+        and weight.shape[-1] % COLUMNS == 0
         and weight.numel() > 0
     )

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
+import torch
 from torch import Tensor, nn
 
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.kernels.cpu.calls import ACTIVATIONS
 from moe_serve.kernels.cpu.library import Library
 from moe_serve.kernels.cpu.packed import PackedWeight, can_pack
-from moe_serve.kernels.cpu.quantized import INT4, INT8, QuantizedWeight, Scheme, can_quantize
+from moe_serve.kernels.cpu.quantized import (
+    COLUMNS,
+    INT4,
+    INT8,
+    QuantizedWeight,
+    Scheme,
+    can_quantize,
+)
 from moe_serve.layers.mlp import DenseMLP, GatedMLP
 from moe_serve.layers.moe import MoE, Router
 from moe_serve.layers.projection import Projection
 from moe_serve.layers.row_parallel import RowParallel
 from moe_serve.models.decoder import Decoder
-
-logger = logging.getLogger(__name__)
 
 SCHEMES = {"int8": INT8, "int4": INT4}
 # Its share of the weights is small, and of the error large.
@@ -48,6 +53,16 @@ def pack_weights(model: nn.Module, library: Library, quantization: str | None = 
     for module in model.modules():
         if isinstance(module, Projection | RowParallel):
             packing.pack(module, "weight_ND")
+
+
+def expert_bytes(
+    inner_size: int, hidden_size: int, dtype: torch.dtype, quantization: str | None
+) -> int:
+    """Of a whole expert's weights, packed."""
+    if quantization is None or inner_size % COLUMNS or hidden_size % COLUMNS:
+        return 3 * inner_size * hidden_size * dtype.itemsize
+    scheme = SCHEMES[quantization]
+    return scheme.num_bytes(2 * inner_size, hidden_size) + scheme.num_bytes(hidden_size, inner_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from moe_serve.kernels.cpu.quantized import QuantizedWeight
 from moe_serve.layers.moe import Router
 from moe_serve.layers.projection import Projection
 from moe_serve.models.decoder import Decoder
+from moe_serve.models.packing import expert_bytes
 from moe_serve.rank_setup import check_quantization
 
 PROMPTS = ["Once upon a time", "The", "Dorothy looked at the little girl and"]
@@ -59,6 +60,8 @@ def test_a_request_has_the_same_bits_alone_and_in_company(name: str) -> None:
                 assert isinstance(module.gate_up_EGD, QuantizedWeight)
                 assert isinstance(module.down_EDF, QuantizedWeight)
                 assert expert_kind(module).startswith(f"{name} by ")
+                whole = expert_bytes(module.inner_size, 256, model.dtype, name)
+                assert sum(weight.nbytes for weight in expert_weights(module, 0)) == whole
             elif isinstance(module, Projection):
                 assert isinstance(module.weight_ND, QuantizedWeight)
             elif isinstance(module, Router):
