@@ -237,49 +237,53 @@ void merge_parts(const AttentionCall& call, const Item& item) {
   store_results<T>(call, item, item.records);
 }
 
-template <class Step>
-int run_attention(const AttentionCall& call) {
-  using T = typename Step::Element;
-  int64_t count, parts, records, most_rows, most_records;
-  bool together = true;
-  auto measure = [&] {
-    count = parts = records = most_rows = most_records = 0;
+// What all items of a call need.
+struct Plan {
+  int64_t items = 0, parts = 0, records = 0, most_rows = 0, most_records = 0;
+
+  Plan(const AttentionCall& call, bool together) {
     each_item(call, together, [&](const Item& item, bool is_cut) {
       const int64_t rows = item.rows(), size = item.heads * rows;
-      count++, parts += is_cut ? item.splits : 1, records += is_cut ? item.splits * size : 0;
+      items++, parts += is_cut ? item.splits : 1, records += is_cut ? item.splits * size : 0;
       most_rows = rows > most_rows ? rows : most_rows;
       most_records = size > most_records ? size : most_records;
     });
-  };
-  measure();
-  // Not enough to share.
-  if (parts < 4 * call.threads) together = false, measure();
+  }
+};
+
+template <class Step>
+int run_attention(const AttentionCall& call) {
+  Plan plan(call, true);
+  // Where there is too little to share, heads are work of their own.
+  const bool together = plan.parts >= 4 * call.threads;
+  if (!together) plan = Plan(call, false);
   const int64_t stride = record_floats(call.head_dim);
   static thread_local Scratch kept_items, kept_records;
-  Item* items = kept_items.take<Item>(count);
-  float* at = kept_records.take<float>(records * stride);
-  if ((count && !items) || (records && !at)) return MOE_SERVE_NO_MEMORY;
+  Item* items = kept_items.take<Item>(plan.items);
+  float* records = kept_records.take<float>(plan.records * stride);
+  if ((plan.items && !items) || (plan.records && !records)) return MOE_SERVE_NO_MEMORY;
   int64_t next = 0, first_part = 0;
   each_item(call, together, [&](Item item, bool is_cut) {
     item.first_part = first_part;
-    if (is_cut) item.records = at, at += item.splits * item.heads * item.rows() * stride;
+    if (is_cut) item.records = records, records += item.splits * item.heads * item.rows() * stride;
     first_part += item.num_parts();
     items[next++] = item;
   });
-  bool has_failed = false;
-  auto part_of = [&](int64_t part) {
-    if (part >= parts) return Part{nullptr, 0};
-    const Item& item = item_of(items, count, part);
-    return Part{&item, part - item.first_part};
+  auto part_of = [&](int64_t number) {
+    if (number >= plan.parts) return Part{nullptr, 0};
+    const Item& item = item_of(items, plan.items, number);
+    return Part{&item, number - item.first_part};
   };
+  bool has_failed = false;
   // Threads take turns, more or less: a guess at what is next.
-  for_each(parts, call.threads, [&](int64_t part) {
-    if (!attend<Step>(call, part_of(part), part_of(part + call.threads), most_rows, most_records))
+  for_each(plan.parts, call.threads, [&](int64_t i) {
+    if (!attend<Step>(call, part_of(i), part_of(i + call.threads), plan.most_rows,
+                      plan.most_records))
       __atomic_store_n(&has_failed, true, __ATOMIC_RELAXED);
   });
-  if (records)
-    for_each(count, call.threads, [&](int64_t i) {
-      if (items[i].records) merge_parts<T>(call, items[i]);
+  if (plan.records)
+    for_each(plan.items, call.threads, [&](int64_t i) {
+      if (items[i].records) merge_parts<typename Step::Element>(call, items[i]);
     });
   return has_failed ? MOE_SERVE_NO_MEMORY : MOE_SERVE_DONE;
 }

@@ -19,9 +19,6 @@ inline bool is_few(int64_t rows) {
   return rows <= MOST_ROWS;
 }
 
-// The lines of a tile are fetched in as many goes as these.
-constexpr int FETCHED = 4;
-
 // Scores of M queries, one after the other, with 16 keys -> `out` [M, TILE].
 template <class Step, int M>
 inline void score_keys(const char* queries, const char* const* keys, int64_t row_bytes,

@@ -80,8 +80,9 @@ class Fetcher {
   int key_ = 0;
 };
 
-// Lines between two pieces of packing: together they are the lines of a tile.
-constexpr int FETCHED_TURNING = 4, FETCHED_PAIRING = 4;
+// Lines at a time: a tile has as many pieces, for 16 bytes of 16 keys and for 64 columns of a step
+// of values, that all of the next are fetched.
+constexpr int FETCHED = 4;
 
 #if defined(__AVX512F__)
 
@@ -156,7 +157,7 @@ inline void pack_keys(const char* base, const Places& places, int64_t row_bytes,
     const char* rows[16];
     for (int i = 0; i < 16; i++) rows[i] = places.row(base, key + i);
     for (int64_t at = 0; at < row_bytes; at += 16) {
-      fetcher->fetch<FETCHED_TURNING>();
+      fetcher->fetch<FETCHED>();
       turn_rows(rows, at, to + at * TILE);
     }
   }
@@ -171,7 +172,7 @@ inline void pack_values(const char* base, const Places& places, int64_t head_dim
     const bool is_whole = head_dim - column >= BLOCK;
     for (int key = 0; key < TILE; key += 2, to += is_whole ? 256 : 128) {
       const char *first = rows[key] + column * 2, *second = rows[key + 1] + column * 2;
-      fetcher->fetch<FETCHED_PAIRING>();
+      fetcher->fetch<FETCHED>();
       pair_rows(first, second, to);
       if (is_whole) pair_rows(first + 64, second + 64, to + 128);
     }
@@ -186,7 +187,7 @@ inline void pack_values(const char* base, const Places& places, int64_t head_dim
   for (int64_t column = 0; column < head_dim; column += BLOCK) {
     const int64_t bytes = head_dim - column >= BLOCK ? 256 : 128;
     for (int key = 0; key < TILE; key++, to += bytes) {
-      fetcher->fetch<FETCHED_PAIRING>();
+      fetcher->fetch<FETCHED>();
       memcpy(to, rows[key] + column * 4, bytes);
     }
   }
