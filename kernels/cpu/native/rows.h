@@ -27,8 +27,8 @@ inline Vec normed(const T* x, const T* weight, float scale, int n) {
   return rounded_to(mul(load(weight, n), v), x);
 }
 
-// Rows that a thread takes at once: enough to be worth it.
-inline int64_t rows_at_once(int64_t width) { return width >= 8192 ? 1 : 8192 / width; }
+// Rows that a thread takes at once: some microseconds' worth, so that few rows wake nobody.
+inline int64_t rows_at_once(int64_t width) { return width >= 32768 ? 1 : 32768 / width; }
 
 template <class T>
 int run_norm(const NormCall& call) {
