@@ -160,8 +160,6 @@ inline void multiply_group(const char* const* rows, int64_t k, int64_t stop, con
     Ints w[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) w[j] = load_ints(weights + j * LANES * 4);
-    // As in gemm.h.
-    if (M == 1) _mm_prefetch(weights + 2048, _MM_HINT_T0);
     if (BITS == 8) {
       multiply_quads<BITS, M, V>(rows, k, w, sums);
     } else {
