@@ -15,13 +15,15 @@
 extern "C" {
 const char* moe_serve_choose(const char*);
 void moe_serve_pack(const void*, void*, int64_t, int64_t, int64_t, int32_t, int32_t, int32_t);
+int moe_serve_quantize(const QuantizeCall*);
 int moe_serve_moe(const MoeCall*);
 int moe_serve_norm(const NormCall*);
 }
 
 namespace {
 
-constexpr int64_t EXPERTS = 6, TOP_K = 2, HIDDEN = 70, INNER = 36, TOKENS = 133;
+constexpr int64_t EXPERTS = 6, TOP_K = 2, TOKENS = 133;
+constexpr int32_t GROUP = 32;
 
 std::vector<float> normal(int64_t count, unsigned seed) {
   std::mt19937 rng(seed);
@@ -31,16 +33,21 @@ std::vector<float> normal(int64_t count, unsigned seed) {
   return values;
 }
 
+// `bits` 0: packed as they are. Sizes are awkward: quantised columns stand by eights.
 struct Layer {
-  std::vector<float> gate_up = std::vector<float>(EXPERTS * 2 * INNER * HIDDEN);
-  std::vector<float> down = std::vector<float>(EXPERTS * HIDDEN * INNER);
-  std::vector<float> x = normal(TOKENS * HIDDEN, 1), weights = normal(TOKENS * TOP_K, 2);
+  const int32_t bits;
+  const int64_t hidden = bits ? 72 : 70, inner = bits ? 40 : 36;
+  // More than any packing takes; zeros, as `moe_serve_quantize` wants them.
+  std::vector<float> gate_up = std::vector<float>(EXPERTS * 96 * hidden);
+  std::vector<float> down = std::vector<float>(EXPERTS * 96 * inner);
+  std::vector<float> x = normal(TOKENS * hidden, 1), weights = normal(TOKENS * TOP_K, 2);
   std::vector<int64_t> ids;
 
-  Layer() {
-    auto plain = normal(gate_up.size(), 3), plain_down = normal(down.size(), 4);
-    moe_serve_pack(plain.data(), gate_up.data(), EXPERTS, 2 * INNER, HIDDEN, 1, 0, 3);
-    moe_serve_pack(plain_down.data(), down.data(), EXPERTS, HIDDEN, INNER, 0, 0, 3);
+  explicit Layer(int32_t bits) : bits(bits) {
+    auto plain = normal(EXPERTS * 2 * inner * hidden, 3);
+    auto plain_down = normal(EXPERTS * hidden * inner, 4);
+    pack(plain, gate_up, 2 * inner, hidden, 1);
+    pack(plain_down, down, hidden, inner, 0);
     std::mt19937 rng(5);
     for (int64_t t = 0; t < TOKENS; t++) {
       int64_t first = rng() % EXPERTS;
@@ -49,20 +56,31 @@ struct Layer {
     }
   }
 
+  void pack(const std::vector<float>& from, std::vector<float>& to, int64_t rows, int64_t columns,
+            int32_t is_paired) const {
+    if (!bits)
+      return moe_serve_pack(from.data(), to.data(), EXPERTS, rows, columns, is_paired, 0, 3);
+    QuantizeCall call{from.data(), to.data(), EXPERTS, rows, columns, MOE_SERVE_FLOAT32,
+                      bits,        GROUP,     is_paired, 3};
+    moe_serve_quantize(&call);
+  }
+
   std::vector<float> run(int threads) const {
-    std::vector<float> out(TOKENS * HIDDEN), normed(TOKENS * HIDDEN);
+    std::vector<float> out(TOKENS * hidden), normed(TOKENS * hidden);
     MoeCall call{};
     call.x = x.data();
     call.ids = ids.data();
     call.weights = weights.data();
     call.gate_up.data = gate_up.data();
     call.gate_up.experts = EXPERTS;
-    call.gate_up.rows = 2 * INNER;
-    call.gate_up.columns = HIDDEN;
+    call.gate_up.rows = 2 * inner;
+    call.gate_up.columns = hidden;
+    call.gate_up.bits = call.down.bits = bits;
+    call.gate_up.group = call.down.group = GROUP;
     call.down.data = down.data();
     call.down.experts = EXPERTS;
-    call.down.rows = HIDDEN;
-    call.down.columns = INNER;
+    call.down.rows = hidden;
+    call.down.columns = inner;
     call.out = out.data();
     call.tokens = TOKENS;
     call.top_k = TOP_K;
@@ -76,7 +94,7 @@ struct Layer {
     norm.total = out.data();
     norm.out = normed.data();
     norm.rows = TOKENS;
-    norm.width = norm.x_stride = HIDDEN;
+    norm.width = norm.x_stride = hidden;
     norm.eps = 1e-6f;
     norm.dtype = MOE_SERVE_FLOAT32;
     norm.threads = threads;
@@ -87,25 +105,31 @@ struct Layer {
 
 }  // namespace
 
+int count_different(const Layer& layer, int rounds) {
+  const std::vector<float> expected = layer.run(1);
+  int wrong = 0;
+  auto call = [&](int caller) {
+    for (int i = 0; i < rounds; i++) {
+      if (layer.run(1 + (i + caller) % 5) != expected) __atomic_fetch_add(&wrong, 1, 0);
+      // Long enough that the team goes to sleep now and then.
+      if (i % 16 == 0) usleep(500);
+    }
+  };
+  std::thread other(call, 1);
+  call(0);
+  other.join();
+  return wrong;
+}
+
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? atoi(arguments[1]) : 200;
   for (const char* name : {"avx2", "avx512", "avx512_bf16", "amx"}) {
     if (!moe_serve_choose(name)) continue;
-    const Layer layer;
-    const std::vector<float> expected = layer.run(1);
-    int wrong = 0;
-    auto call = [&](int caller) {
-      for (int i = 0; i < rounds; i++) {
-        if (layer.run(1 + (i + caller) % 5) != expected) __atomic_fetch_add(&wrong, 1, 0);
-        // Long enough that the team goes to sleep now and then.
-        if (i % 16 == 0) usleep(500);
-      }
-    };
-    std::thread other(call, 1);
-    call(0);
-    other.join();
-    printf("%s: %d of %d calls differ\n", name, wrong, 2 * rounds);
-    if (wrong) return 1;
+    for (int32_t bits : {0, 8, 4}) {
+      const int wrong = count_different(Layer(bits), rounds);
+      printf("%s, %d bits: %d of %d calls differ\n", name, bits ? bits : 32, wrong, 2 * rounds);
+      if (wrong) return 1;
+    }
   }
   return 0;
 }
