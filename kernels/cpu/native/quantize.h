@@ -70,9 +70,11 @@ template <class T>
 void quantize_to_4(const T* from, const QuantizedColumn& column, int64_t g, int64_t length,
                    uint8_t* codes) {
   const Range range = range_of(from, length);
-  const uint16_t half = to_half(range.is_finite ? (range.high - range.low) / 15.0f : __builtin_nanf(""));
+  const float step = range.is_finite ? (range.high - range.low) / 15.0f : __builtin_nanf("");
+  const uint16_t half = to_half(step);
   const float scale = from_half(half), factor = scale > 0.0f ? 1.0f / scale : 0.0f;
-  const Vec zero = min(set1(15.0f), max(set1(0.0f), round(set1(range.is_finite ? -range.low * factor : 0.0f))));
+  const float low = range.is_finite ? -range.low * factor : 0.0f;
+  const Vec zero = min(set1(15.0f), max(set1(0.0f), round(set1(low))));
   for (int64_t k = 0; k < length; k += LANES) {
     const int n = length - k < LANES ? static_cast<int>(length - k) : LANES;
     const Vec code = add(round(mul(load(from + k, n), set1(factor))), zero);
