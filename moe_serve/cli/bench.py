@@ -20,7 +20,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "serve": Kind("moe_serve.bench.serving.command", "a running server under load, ours or another"),
+    "serve": Kind(
+        "moe_serve.bench.serving.command", "a running server under load, ours or another"
+    ),
     "throughput": Kind("moe_serve.bench.throughput", "the engine without a server, all at once"),
     "latency": Kind("moe_serve.bench.latency", "one batch through the engine, again and again"),
     "kernels": Kind("moe_serve.bench.kernels.command", "single kernels, beside their limits"),
