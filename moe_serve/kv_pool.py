@@ -7,6 +7,7 @@ import torch
 from moe_serve.config import CPU_KV_CACHE_BYTES, GPU_MEMORY_UTILIZATION, EngineConfig
 from moe_serve.context import LayerKV
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.cpu.memory import prefer_huge_pages
 from moe_serve.models.shard import ModelShard
 from moe_serve.models.spec import DecoderSpec
 from moe_serve.parallel.cpu import available_memory
@@ -91,7 +92,7 @@ def make_pool(
 
     def tensor(num_heads: int, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, num_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return prefer_huge_pages(torch.zeros(shape, dtype=dtype, device=device))
 
     wanted = num_blocks * block_bytes(spec, shard, block_size, dtype) * num_ranks_here
     # Memory is handed out before it is there: asking is the only way not to be killed later.

@@ -22,6 +22,7 @@ from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from moe_serve.config import DTypeName
 from moe_serve.errors import CheckpointError
 from moe_serve.file_runs import FileRun, read_runs
+from moe_serve.kernels.cpu.memory import prefer_huge_pages
 from moe_serve.models.decoder import Decoder
 from moe_serve.models.fit import check_deterministic, check_fit
 from moe_serve.models.names import CheckpointNames
@@ -75,6 +76,8 @@ def load_model(
     plan = make_plan(spec, family.names, checkpoint, ranks.shard)
     check_coverage(plan, parameter_shapes(Decoder(spec, dtype, torch.device("meta"), ranks)))
     decoder = Decoder(spec, dtype, device, ranks)
+    for parameter in decoder.parameters():
+        prefer_huge_pages(parameter)
     total = num_bytes_to_read(plan, checkpoint)
     with _progress(total, show_bar=show_progress, on_progress=on_progress) as advance:
         if finish is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_serve.kernels.cpu.calls import DTYPES, QuantizeCall, WeightStruct, call
 from moe_serve.kernels.cpu.library import Library
+from moe_serve.kernels.cpu.memory import prefer_huge_pages
 from moe_serve.kernels.cpu.packed import PackedWeight
 
 # Shapes: E experts, N rows of a weight (columns of the product), K columns, P columns of a block.
@@ -58,7 +59,8 @@ class QuantizedWeight(PackedWeight):
         """Rounded to nearest; `weight` stays as it is. See `can_quantize`."""
         assert can_quantize(weight) and not (is_paired and weight.shape[-2] % 2)
         *experts, rows, columns = weight.shape
-        data = torch.zeros(*experts, scheme.num_bytes(rows, columns), dtype=torch.uint8)
+        data = torch.empty(*experts, scheme.num_bytes(rows, columns), dtype=torch.uint8)
+        prefer_huge_pages(data).zero_()
         arguments = QuantizeCall(
             weight.data_ptr(), data.data_ptr(), experts[0] if experts else 1, rows, columns,
             DTYPES[weight.dtype], scheme.bits, scheme.group, is_paired, library.num_threads,

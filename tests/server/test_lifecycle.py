@@ -81,7 +81,9 @@ def test_past_the_grace_time_a_stream_ends_with_an_error(
     start: Start, random_model: Path, second_signal: bool
 ) -> None:
     grace = "60" if second_signal else "0.3"
-    server = start(random_model, "--shutdown-timeout", grace, "--max-num-batched-tokens", "1")
+    # So slow that no stream can end by itself.
+    slow = ("--max-num-batched-tokens", "1", "--cpu-kernels", "none")
+    server = start(random_model, "--shutdown-timeout", grace, *slow)
     server.wait_ready()
     prompt = [7] * 200
     streams = [Stream(server.url, prompt=prompt, max_tokens=50) for _ in range(40)]

@@ -98,8 +98,6 @@ inline void multiply_panel(const char* const* rows, const char* weights, int64_t
       const char* at = weights + j * LANES * 4;
       w[j] = Step::weights(RAGGED ? load_ints(at, lanes) : load_ints(at));
     }
-    // Far enough ahead for memory, near enough for the cache.
-    if (M == 1) _mm_prefetch(weights + 2048, _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       auto x = Step::value(rows[i], step);
