@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -14,12 +12,12 @@ from moe_serve.kernels.cpu.library import Library
 def read_all(data: Tensor, library: Library) -> float:
     """Reads whole megabytes of memory, and adds them up as fp32."""
     arguments = LimitCall(data.data_ptr(), data.nbytes, 0, 0, library.num_threads)
-    return float(library.kernels.moe_serve_read(ctypes.byref(arguments)))
+    return float(library.kernels.moe_serve_read(arguments))
 
 
 def multiply_only(rounds: int, dtype: torch.dtype, library: Library) -> float:
     """Products of values that stand in registers, or tiles; returns the operations done, of which
     a multiplication and an addition are two.
     """
-    arguments = LimitCall(None, 0, rounds, DTYPES[dtype], library.num_threads)
-    return float(library.kernels.moe_serve_peak(ctypes.byref(arguments)))
+    arguments = LimitCall(0, 0, rounds, DTYPES[dtype], library.num_threads)
+    return float(library.kernels.moe_serve_peak(arguments))

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.calls import DTYPES, WeightStruct
+from moe_serve.kernels.cpu.calls import DTYPES, WeightFields
 from moe_serve.kernels.cpu.library import Library
 
 # Shapes: E experts, N rows of a weight (columns of the product), K columns.
@@ -27,6 +27,10 @@ class PackedWeight:
 
     data: Tensor
     is_paired: bool = False
+    fields: WeightFields = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", self._fields())
 
     @classmethod
     def pack(cls, weight: Tensor, library: Library, *, is_paired: bool = False) -> PackedWeight:
@@ -41,9 +45,9 @@ class PackedWeight:
         _move(weight, library, is_paired=self.is_paired, unpack=True)
         return weight
 
-    def struct(self) -> WeightStruct:
+    def _fields(self) -> WeightFields:
         *experts, rows, columns = self.shape
-        return WeightStruct(self.data.data_ptr(), *(experts or [1]), rows, columns, 0, 0)
+        return self.data.data_ptr(), experts[0] if experts else 1, rows, columns, 0, 0
 
     @property
     def shape(self) -> torch.Size:

@@ -31,8 +31,8 @@ def linear_cpu(x_TD: Tensor, weight_ND: object, bias_N: Tensor | None = None) ->
     out_TN = torch.empty(num_rows, weight_ND.shape[0], dtype=dtype)
     if num_rows:
         arguments = GroupedCall(
-            x_TD.data_ptr(), x_TD.stride(0), None, num_rows,
-            weight_ND.struct(), address(bias_N), None, out_TN.data_ptr(), DTYPES[dtype], 0,
+            x_TD.data_ptr(), x_TD.stride(0), 0, num_rows,
+            *weight_ND.fields, address(bias_N), 0, out_TN.data_ptr(), DTYPES[dtype], 0,
             library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)
@@ -61,7 +61,7 @@ def grouped_gemm_cpu(
     counts_E = counts_E.contiguous()
     arguments = GroupedCall(
         x_RD.data_ptr(), x_RD.shape[1], counts_E.data_ptr(), 0,
-        weight_END.struct(), address(bias_EN), address(scatter_R), out_RN.data_ptr(),
+        *weight_END.fields, address(bias_EN), address(scatter_R), out_RN.data_ptr(),
         DTYPES[dtype], 0, library.num_threads,
     )  # fmt: skip
     call(library.kernels.moe_serve_grouped, arguments)
@@ -91,7 +91,7 @@ def _activated(
     if x_RD.shape[0]:
         arguments = GroupedCall(
             x_RD.data_ptr(), x_RD.stride(0), address(counts_E), x_RD.shape[0],
-            packed.struct(), None, None, out_RF.data_ptr(), DTYPES[packed.dtype],
+            *packed.fields, 0, 0, out_RF.data_ptr(), DTYPES[packed.dtype],
             ACTIVATIONS[activation], library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)
@@ -120,7 +120,7 @@ def moe_cpu(
     if num_tokens:
         arguments = MoeCall(
             x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.contiguous().data_ptr(),
-            address(index_of_E), gate_up_EGD.struct(), down_EDF.struct(), out_TD.data_ptr(),
+            address(index_of_E), *gate_up_EGD.fields, *down_EDF.fields, out_TD.data_ptr(),
             num_tokens, top_k, DTYPES[dtype], ACTIVATIONS[activation], library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_moe, arguments)

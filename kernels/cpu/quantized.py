@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.calls import DTYPES, QuantizeCall, WeightStruct, call
+from moe_serve.kernels.cpu.calls import DTYPES, QuantizeCall, WeightFields, call
 from moe_serve.kernels.cpu.library import Library
 from moe_serve.kernels.cpu.memory import prefer_huge_pages
 from moe_serve.kernels.cpu.packed import PackedWeight
@@ -78,11 +78,10 @@ class QuantizedWeight(PackedWeight):
     def dtype(self) -> torch.dtype:
         return self.values_dtype
 
-    def struct(self) -> WeightStruct:
+    def _fields(self) -> WeightFields:
         *experts, rows, columns = self.shape
-        number = experts[0] if experts else 1
-        scheme = self.scheme
-        return WeightStruct(self.data.data_ptr(), number, rows, columns, scheme.bits, scheme.group)
+        number, scheme = experts[0] if experts else 1, self.scheme
+        return self.data.data_ptr(), number, rows, columns, scheme.bits, scheme.group
 
     def unpacked(self, library: Library) -> Tensor:
         return self.dequantize().to(self.dtype)
