@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.context import LayerKV
-from moe_serve.kernels.cpu.rows import attention_inputs_cpu
+from moe_serve.kernels.cpu.rows import attention_inputs_cpu, projected_inputs_cpu
 from moe_serve.kernels.jit import by_device, launch, tl, triton
 from moe_serve.kernels.kv_store import as_bytes, as_pooled, kv_store_torch
 from moe_serve.kernels.rms_norm import rms_norm_torch
@@ -108,6 +108,26 @@ def attention_inputs_triton(
 
 
 attention_inputs = by_device(attention_inputs_triton, attention_inputs_torch, attention_inputs_cpu)
+
+
+def projected_inputs_torch(
+    qkv_TC: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_Tr: Tensor,
+    sin_Tr: Tensor,
+    kv: LayerKV,
+    slots_T: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """`attention_inputs` of a projection's columns: all queries, all keys, all values."""
+    heads_TXh = qkv_TC.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q_THh, k_TNh, v_TNh = heads_TXh.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return attention_inputs(q_THh, k_TNh, v_TNh, cos_Tr, sin_Tr, kv, slots_T, norms)
+
+
+# On a GPU it is one launch too: the parts are views.
+projected_inputs = by_device(projected_inputs_torch, projected_inputs_torch, projected_inputs_cpu)
 
 
 @triton.jit

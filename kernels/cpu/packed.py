@@ -27,10 +27,13 @@ class PackedWeight:
 
     data: Tensor
     is_paired: bool = False
+    # Looked up at every call.
     fields: WeightFields = dataclasses.field(init=False, repr=False, compare=False)
+    type_code: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self._fields())
+        object.__setattr__(self, "type_code", DTYPES[self.dtype])
 
     @classmethod
     def pack(cls, weight: Tensor, library: Library, *, is_paired: bool = False) -> PackedWeight:

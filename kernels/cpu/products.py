@@ -22,17 +22,18 @@ from moe_serve.kernels.cpu.packed import PackedWeight
 def linear_cpu(x_TD: Tensor, weight_ND: object, bias_N: Tensor | None = None) -> Tensor | None:
     if not isinstance(weight_ND, PackedWeight):
         return None
-    library, dtype = _library(), weight_ND.dtype
-    if x_TD.dtype != dtype:
+    library, dtype, num_rows = _library(), weight_ND.dtype, x_TD.shape[0]
+    if x_TD.dtype is not dtype:
         x_TD = x_TD.to(dtype)
-    if x_TD.stride(1) != 1:
+    stride, inner = x_TD.stride()
+    if inner != 1:
         x_TD = x_TD.contiguous()
-    num_rows = x_TD.shape[0]
-    out_TN = torch.empty(num_rows, weight_ND.shape[0], dtype=dtype)
+        stride = x_TD.stride(0)
+    out_TN = torch.empty(num_rows, weight_ND.fields[2], dtype=dtype)
     if num_rows:
         arguments = GroupedCall(
-            x_TD.data_ptr(), x_TD.stride(0), 0, num_rows,
-            *weight_ND.fields, address(bias_N), 0, out_TN.data_ptr(), DTYPES[dtype], 0,
+            x_TD.data_ptr(), stride, 0, num_rows,
+            *weight_ND.fields, address(bias_N), 0, out_TN.data_ptr(), weight_ND.type_code, 0,
             library.num_threads,
         )  # fmt: skip
         call(library.kernels.moe_serve_grouped, arguments)

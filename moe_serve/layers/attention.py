@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from moe_serve.context import LayerKV, StepContext
-from moe_serve.kernels.attention_inputs import HeadNorms, attention_inputs
+from moe_serve.kernels.attention_inputs import HeadNorms, attention_inputs, projected_inputs
 from moe_serve.kernels.paged_attention import paged_attention
 from moe_serve.layers.norm import RMSNorm
 from moe_serve.layers.projection import Projection
@@ -36,6 +38,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         own = shard.heads(spec)
+        self.num_heads = own.heads.size, own.kv_heads.size
         self.q_size = own.heads.size * spec.head_dim
         self.kv_size = own.kv_heads.size * spec.head_dim
         # Where the own columns begin among those of all heads.
@@ -71,25 +74,31 @@ class Attention(nn.Module):
         kv: LayerKV,
         slices: TokenSlices,
     ) -> Tensor:
-        spec = self.spec
-        q_THh, k_TNh, v_TNh = self._project(slices.gather(x_tD), slices)
-        q_THh = attention_inputs(
-            q_THh, k_TNh, v_TNh, *angles, kv, context.slots_T, self._head_norms()
-        )
+        spec, slots_T = self.spec, context.slots_T
+        qkv_TC = self.qkv(slices.gather(x_tD))
+        if spec.qk_norm == "projection" or spec.clip_qkv is not None:
+            q_THh, k_TNh, v_TNh = self._prepare(qkv_TC, slices)
+            q_THh = attention_inputs(q_THh, k_TNh, v_TNh, *angles, kv, slots_T, self._head_norms)
+        else:
+            norms = self._head_norms
+            q_THh = projected_inputs(qkv_TC, *self.num_heads, *angles, kv, slots_T, norms)
         o_THh = paged_attention(q_THh, kv, context, scale=spec.scale, window=spec.window)
         y_tD: Tensor = self.output(o_THh.flatten(1), slices)
         return y_tD
 
-    def _project(self, x_TD: Tensor, slices: TokenSlices) -> tuple[Tensor, Tensor, Tensor]:
+    def _prepare(self, qkv_TC: Tensor, slices: TokenSlices) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normalised over all heads and clipped as the spec has it."""
         spec = self.spec
-        q, k, v = self.qkv(x_TD).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = torch.split(qkv_TC, [self.q_size, self.kv_size, self.kv_size], dim=-1)
         if spec.qk_norm == "projection":
             q, k = self._normalise_all_heads(q, k, slices)
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
-        heads = (-1, spec.head_dim)
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
+        size = spec.head_dim
+        q_THh, k_TNh, v_TNh = (part.reshape(len(part), -1, size) for part in (q, k, v))
+        return q_THh, k_TNh, v_TNh
 
+    @functools.cached_property
     def _head_norms(self) -> HeadNorms | None:
         if self.spec.qk_norm != "head":
             return None

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_serve.context import LayerKV
-from moe_serve.kernels.attention_inputs import attention_inputs_torch
+from moe_serve.kernels.attention_inputs import attention_inputs_torch, projected_inputs_torch
 from moe_serve.kernels.cpu.library import Library
 from moe_serve.kernels.cpu.router import topk_router_cpu
-from moe_serve.kernels.cpu.rows import attention_inputs_cpu, norm_rows_cpu
+from moe_serve.kernels.cpu.rows import attention_inputs_cpu, norm_rows_cpu, projected_inputs_cpu
 from moe_serve.kernels.rms_norm import rms_norm_torch
 from moe_serve.kernels.topk_router import topk_router_torch
 
@@ -128,3 +128,17 @@ def test_a_row_of_nan_gets_different_experts(kernels: Library) -> None:
         assert found is not None
         assert found[0].sort(1).values.equal(torch.arange(8).repeat(3, 1))
         assert found[1][1].isnan().all() and found[1][0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_projection_is_read_where_it_lies(kernels: Library, dtype: torch.dtype) -> None:
+    tokens, heads, kv_heads, head_dim = 5, 4, 2, 24
+    qkv = normal(tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[:, 3:]
+    cos, sin = normal(tokens, head_dim, dtype=dtype), normal(tokens, head_dim, dtype=dtype, seed=1)
+    slots = torch.tensor([3, 0, -1, 7, 6])
+    results = []
+    for op in (projected_inputs_cpu, projected_inputs_torch):
+        pool = [torch.zeros(2, 4, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+        kv = LayerKV(keys_BsNh=pool[0], values_BsNh=pool[1])
+        results.append((op(qkv, heads, kv_heads, cos, sin, kv, slots), *pool))
+    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))

@@ -28,6 +28,7 @@ _MODULE_PARTS = {
 }
 _ATTENTION_PARTS = {
     "attention_inputs": "attention: inputs",
+    "projected_inputs": "attention: inputs",
     "paged_attention": "attention: scores",
 }
 _DISPATCHER_PARTS = {"dispatch": "MoE: dispatch", "combine": "MoE: combine"}
