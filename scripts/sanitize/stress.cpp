@@ -18,6 +18,7 @@ void moe_serve_pack(const void*, void*, int64_t, int64_t, int64_t, int32_t, int3
 int moe_serve_quantize(const QuantizeCall*);
 int moe_serve_moe(const MoeCall*);
 int moe_serve_norm(const NormCall*);
+int moe_serve_attention(const AttentionCall*);
 }
 
 namespace {
@@ -103,9 +104,48 @@ struct Layer {
   }
 };
 
-}  // namespace
+// Two sequences with one new token and two with more; contexts end within tiles and beyond a split.
+struct Attention {
+  static constexpr int64_t HEADS = 4, KV_HEADS = 2, SIZE = 32, SLOTS = 16, BLOCKS = 80;
+  const std::vector<int64_t> starts{0, 1, 2, 39, 42}, lens{5, 1100, 40, 131};
+  std::vector<int64_t> tables;
+  std::vector<float> q = normal(42 * HEADS * SIZE, 6);
+  std::vector<float> keys = normal(BLOCKS * SLOTS * KV_HEADS * SIZE, 7);
+  std::vector<float> values = normal(BLOCKS * SLOTS * KV_HEADS * SIZE, 8);
 
-int count_different(const Layer& layer, int rounds) {
+  Attention() {
+    for (int64_t i = 0; i < 4 * BLOCKS; i++) tables.push_back(i * 7 % BLOCKS);
+  }
+
+  std::vector<float> run(int threads) const {
+    std::vector<float> out(q.size());
+    AttentionCall call{};
+    call.q = q.data();
+    call.keys = keys.data();
+    call.values = values.data();
+    call.tables = tables.data();
+    call.query_starts = starts.data();
+    call.context_lens = lens.data();
+    call.out = out.data();
+    call.sequences = 4;
+    call.table_stride = BLOCKS;
+    call.block_size = SLOTS;
+    call.q_stride = HEADS * SIZE;
+    call.heads = HEADS;
+    call.kv_heads = KV_HEADS;
+    call.head_dim = SIZE;
+    call.window = int64_t{1} << 40;
+    call.scale = 0.2f;
+    call.value_scale = 1.0f;
+    call.dtype = MOE_SERVE_FLOAT32;
+    call.threads = threads;
+    moe_serve_attention(&call);
+    return out;
+  }
+};
+
+template <class Work>
+int count_different(const Work& layer, int rounds) {
   const std::vector<float> expected = layer.run(1);
   int wrong = 0;
   auto call = [&](int caller) {
@@ -121,6 +161,8 @@ int count_different(const Layer& layer, int rounds) {
   return wrong;
 }
 
+}  // namespace
+
 int main(int count, char** arguments) {
   const int rounds = count > 1 ? atoi(arguments[1]) : 200;
   for (const char* name : {"avx2", "avx512", "avx512_bf16", "amx"}) {
@@ -130,6 +172,9 @@ int main(int count, char** arguments) {
       printf("%s, %d bits: %d of %d calls differ\n", name, bits ? bits : 32, wrong, 2 * rounds);
       if (wrong) return 1;
     }
+    const int wrong = count_different(Attention(), rounds);
+    printf("%s, attention: %d of %d calls differ\n", name, wrong, 2 * rounds);
+    if (wrong) return 1;
   }
   return 0;
 }
