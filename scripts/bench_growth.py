@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How speed grows with requests at once, prompt length and number of experts, beside the limit.
 
-    scripts/bench_growth.py [--model FOLDER] [--plot growth.svg] [--json growth.json] [--quick]
+    scripts/bench_growth.py [--model FOLDER] [--plot growth.svg] [--json growth.json] [--runs 3] [--quick]
 
 On the CPU, without a server. Without --model, `random_checkpoint.py` makes one of 1.7 billion
 parameters. The limit is what the machine, measured first, could do at best: the bytes of the
@@ -118,7 +118,7 @@ def open_model(folder: Path) -> LLM:
 
 
 def curves_of_model(folder: Path, limits: Limits, args: argparse.Namespace) -> list[Curve]:
-    shape, (runs, part) = Shape.read(folder), (1, 3) if args.quick else (3, None)
+    shape, (runs, part) = Shape.read(folder), (1, 3) if args.quick else (args.runs, None)
     at_once, by_length = [], []
     with open_model(folder) as llm:
         for count in CONCURRENCY[:part]:
@@ -143,7 +143,8 @@ def curve_of_experts(limits: Limits, args: argparse.Namespace) -> Curve:
             random_checkpoint.main([name, "--layers", "4", "--experts", str(experts)])
             shape = Shape.read(Path(name))
             with open_model(Path(name)) as llm:
-                seconds = measured(llm, BATCH, PROMPT, OUTPUT, 1 if args.quick else 3)
+                runs = 1 if args.quick else args.runs
+                seconds = measured(llm, BATCH, PROMPT, OUTPUT, runs)
         best = shape.request_seconds(limits, BATCH, PROMPT, OUTPUT)
         points.append((experts, BATCH * OUTPUT / seconds, BATCH * OUTPUT / best))
     return Curve(f"Output of {BATCH} requests, 4 layers", "experts", points)
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=int, default=3, help="of each point, after a warm-up")
     parser.add_argument("--quick", action="store_true", help="few points, one run each")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
