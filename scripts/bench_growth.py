@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How speed grows with requests at once, prompt length and number of experts, beside the limit.
 
-    scripts/bench_growth.py [--model FOLDER] [--plot growth.svg] [--json growth.json] [--runs 3] [--quick]
+    scripts/bench_growth.py [--model FOLDER] [--plot growth.svg] [--json growth.json] [--runs 3]
 
 On the CPU, without a server. Without --model, `random_checkpoint.py` makes one of 1.7 billion
 parameters. The limit is what the machine, measured first, could do at best: the bytes of the
