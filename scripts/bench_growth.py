@@ -50,8 +50,10 @@ class Shape(NamedTuple):
     def read(cls, folder: Path) -> Shape:
         fields = json.loads((folder / "config.json").read_text())
         head = fields["head_dim"]
+        # As one transformers or the other writes it.
+        experts = fields.get("num_experts") or fields["num_local_experts"]
         return cls(
-            fields["num_hidden_layers"], fields["hidden_size"], fields["num_experts"],
+            fields["num_hidden_layers"], fields["hidden_size"], experts,
             fields["num_experts_per_tok"], fields["moe_intermediate_size"],
             fields["num_attention_heads"] * head, fields["num_key_value_heads"] * head,
             fields["vocab_size"],
