@@ -34,6 +34,7 @@ from balance_bench.compare import Case, Floats, Result, compare
 from balance_bench.loads import LoadSet, recorded_sets, zipf_set
 from balance_bench.published import matches_worked_example
 
+from moe_serve.bench.processor import processor_name
 from moe_serve.bench.ruler import Spread
 from moe_serve.experts.analysis.load_statistics import balancedness, rank_loads
 from moe_serve.experts.balance import BalanceGoal, balance
@@ -142,21 +143,13 @@ def print_budgets(folder: Path | None) -> None:
             print("\n".join(budget_rows(load_set, 8, 16)), flush=True)
 
 
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(text.split(":")[1].strip() for text in file if "model name" in text)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="of *_counts.json: recorded loads")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{datetime.date.today()} · {processor()}, {os.cpu_count()} cores, load "
+    print(f"{datetime.date.today()} · {processor_name()}, {os.cpu_count()} cores, load "
           f"{os.getloadavg()[0]:.1f} · Python {platform.python_version()}, numpy {np.__version__}, "
           f"torch {torch.__version__} · `{shlex.join(['python', *sys.argv])}`\n")  # fmt: skip
     if args.folder and (args.folder / EXAMPLE).exists():

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
+from moe_serve.bench.processor import processor_name
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.placement import Placement
 from moe_serve.kernels.permute import permute
@@ -264,14 +265,6 @@ def run_rank(rank: int, settings: Sequence[Setting], store: str) -> None:
     dist.destroy_process_group()
 
 
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(text.split(":")[1].strip() for text in file if "model name" in text)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def settings_of(args: argparse.Namespace, num_ranks: int) -> Iterator[Setting]:
     for skew, num_tokens in itertools.product(args.skew, args.tokens):
         yield Setting(
@@ -299,7 +292,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    print(f"{datetime.date.today()} · {processor()}, {os.cpu_count()} cores · Python "
+    print(f"{datetime.date.today()} · {processor_name()}, {os.cpu_count()} cores · Python "
           f"{platform.python_version()}, torch {torch.__version__}, gloo, one thread a rank · "
           f"`{shlex.join(['python', *sys.argv])}`\n")  # fmt: skip
     print(line(*COLUMNS))

@@ -88,7 +88,9 @@ def _activated(
 ) -> Tensor:
     assert packed.is_paired and x_RD.dtype == packed.dtype and x_RD.stride(1) == 1
     library = _library()
-    out_RF = torch.zeros(x_RD.shape[0], packed.shape[-2] // 2, dtype=packed.dtype)
+    # As in `grouped_gemm_cpu`; without counts every row is computed.
+    make = torch.empty if counts_E is None else torch.zeros
+    out_RF = make(x_RD.shape[0], packed.shape[-2] // 2, dtype=packed.dtype)
     if x_RD.shape[0]:
         arguments = GroupedCall(
             x_RD.data_ptr(), x_RD.stride(0), address(counts_E), x_RD.shape[0],

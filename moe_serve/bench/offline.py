@@ -16,6 +16,7 @@ import torch
 
 from moe_serve import __version__
 from moe_serve.bench.engine_options import add_engine_arguments
+from moe_serve.bench.processor import processor_name
 from moe_serve.config import EngineConfig, flag
 from moe_serve.errors import ConfigError
 from moe_serve.messages import EngineReady
@@ -106,16 +107,6 @@ def about_machine() -> dict[str, Any]:
         "processor": processor_name(),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """As the system names it; the architecture where it does not."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def headline(config: EngineConfig, info: EngineReady) -> str:

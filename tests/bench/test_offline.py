@@ -13,6 +13,7 @@ import pytest
 from moe_serve.bench import latency, offline, throughput
 from moe_serve.bench.engine_options import add_engine_arguments, read_engine_config
 from moe_serve.bench.latency import Iteration, TokenLog, time_per_output_token
+from moe_serve.bench.processor import processor_name
 from moe_serve.bench.table import Table
 from moe_serve.bench.throughput import Run
 from moe_serve.cli import main
@@ -173,8 +174,8 @@ def test_a_table_of_short_cells_is_markdown_too() -> None:
 def test_the_processor_is_named_where_the_system_does(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor : 0\nmodel name : Some CPU @ 2 GHz\nmodel name : other\n")
-    assert offline.processor_name(file) == "Some CPU @ 2 GHz"
-    assert offline.processor_name(tmp_path / "none")
+    assert processor_name(file) == "Some CPU @ 2 GHz"
+    assert processor_name(tmp_path / "none")
 
 
 @pytest.mark.parametrize("kind", ["throughput", "latency"])

@@ -271,7 +271,7 @@ int run_attention(const AttentionCall& call) {
   });
   auto part_of = [&](int64_t number) {
     if (number >= plan.parts) return Part{nullptr, 0};
-    const Item& item = item_of(items, plan.items, number);
+    const Item& item = piece_at(items, plan.items, &Item::first_part, number);
     return Part{&item, number - item.first_part};
   };
   bool has_failed = false;

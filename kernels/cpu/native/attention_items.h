@@ -74,16 +74,4 @@ void each_item(const AttentionCall& call, bool together, Visit visit) {
   }
 }
 
-inline const Item& item_of(const Item* items, int64_t count, int64_t part) {
-  int64_t low = 0, high = count - 1;
-  while (low < high) {
-    int64_t middle = (low + high + 1) / 2;
-    if (items[middle].first_part <= part)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return items[low];
-}
-
 }  // namespace

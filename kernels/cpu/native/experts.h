@@ -17,18 +17,6 @@ struct Run {
   int64_t expert, first, stop, first_item;
 };
 
-inline const Run& run_of(const Run* runs, int64_t count, int64_t item) {
-  int64_t low = 0, high = count - 1;
-  while (low < high) {
-    int64_t middle = (low + high + 1) / 2;
-    if (runs[middle].first_item <= item)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return runs[low];
-}
-
 template <class Step>
 Block block_of(Step, const PackedWeight& weight, int64_t expert, int64_t number) {
   constexpr int64_t BYTES = sizeof(typename Step::Element);
@@ -58,7 +46,7 @@ bool multiply_grouped(const Rows& rows, const int64_t* starts, const PackedWeigh
       num_items += num_blocks;
     }
   for_each(num_items, num_threads, [&](int64_t item) {
-    const Run& run = run_of(runs, num_runs, item);
+    const Run& run = piece_at(runs, num_runs, &Run::first_item, item);
     const int64_t number = item - run.first_item;
     const auto block = block_of(Step{}, weight, run.expert, number);
     multiply_block<Step>(rows, run.first, run.stop, block,
@@ -132,8 +120,8 @@ bool in_order(Rows* rows, int64_t count, int64_t width, int num_threads) {
     char* to = kept.take<char>(count * width * 2);
     if (count && !to) return false;
     const Rows from = *rows;
-    for_each((count + 63) / 64, num_threads, [=](int64_t part) {
-      for (int64_t r = part * 64; r < count && r < part * 64 + 64; r++)
+    for_each_run(count, 64, num_threads, [=](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; r++)
         memcpy(to + r * width * 2, from.at(r), width * 2);
     });
     *rows = {to, width * 2, nullptr};

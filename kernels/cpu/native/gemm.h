@@ -141,6 +141,21 @@ void multiply_few(const char* const* rows, int count, const Block& block, float*
   }
 }
 
+// Rows `first` .. `stop` of `rows`, a few at a time: multiply(where they are, their number, sums
+// [number, 64]), then finish(first row, number of rows, sums).
+template <class Multiply, class Finish>
+void multiply_in_turns(const Rows& rows, int64_t first, int64_t stop, Multiply multiply,
+                       Finish finish) {
+  alignas(64) float sums[MOST_ROWS * BLOCK];
+  for (int64_t r = first; r < stop; r += MOST_ROWS) {
+    const char* at[MOST_ROWS];
+    int count = stop - r < MOST_ROWS ? static_cast<int>(stop - r) : MOST_ROWS;
+    for (int i = 0; i < count; i++) at[i] = rows.at(r + i);
+    multiply(at, count, sums);
+    finish(r, count, sums);
+  }
+}
+
 // Calls finish(first row, number of rows, sums [number, 64]) for rows `first` .. `stop` of `rows`
 // times the block.
 template <class Step, class Finish>
@@ -150,14 +165,12 @@ void multiply_block(const Rows& rows, int64_t first, int64_t stop, const Block& 
   if (sizeof(typename Step::Element) == 2)
     return multiply_tiles(rows, first, stop, block, finish);
 #endif
-  alignas(64) float sums[MOST_ROWS * BLOCK];
-  for (int64_t r = first; r < stop; r += MOST_ROWS) {
-    const char* at[MOST_ROWS];
-    int count = stop - r < MOST_ROWS ? static_cast<int>(stop - r) : MOST_ROWS;
-    for (int i = 0; i < count; i++) at[i] = rows.at(r + i);
-    multiply_few<Step>(at, count, block, sums);
-    finish(r, count, sums);
-  }
+  multiply_in_turns(
+      rows, first, stop,
+      [&](const char* const* at, int count, float* sums) {
+        multiply_few<Step>(at, count, block, sums);
+      },
+      finish);
 }
 
 }  // namespace

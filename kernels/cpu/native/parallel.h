@@ -39,4 +39,26 @@ void for_each(int64_t count, int num_threads, Body body) {
   run_team(take_items<Body>, &items, num_threads);
 }
 
+// body(first, stop) for runs of `size` that make up 0 .. `count`; the last may be shorter.
+template <class Body>
+void for_each_run(int64_t count, int64_t size, int num_threads, Body body) {
+  for_each((count + size - 1) / size, num_threads, [&](int64_t run) {
+    body(run * size, (run + 1) * size < count ? (run + 1) * size : count);
+  });
+}
+
+// The last of `pieces` that begins at `item` or before it; `first` tells where each begins.
+template <class Piece>
+const Piece& piece_at(const Piece* pieces, int64_t count, int64_t Piece::*first, int64_t item) {
+  int64_t low = 0, high = count - 1;
+  while (low < high) {
+    int64_t middle = (low + high + 1) / 2;
+    if (pieces[middle].*first <= item)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return pieces[low];
+}
+
 }  // namespace

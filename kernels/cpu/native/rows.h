@@ -34,9 +34,8 @@ template <class T>
 int run_norm(const NormCall& call) {
   const int64_t part = rows_at_once(call.width);
   const T* weight = static_cast<const T*>(call.weight);
-  for_each((call.rows + part - 1) / part, call.threads, [&](int64_t item) {
-    const int64_t stop = (item + 1) * part < call.rows ? (item + 1) * part : call.rows;
-    for (int64_t r = item * part; r < stop; r++) {
+  for_each_run(call.rows, part, call.threads, [&](int64_t first, int64_t stop) {
+    for (int64_t r = first; r < stop; r++) {
       const T* x = static_cast<const T*>(call.x) + r * call.x_stride;
       T* out = static_cast<T*>(call.out) + r * call.width;
       if (call.y) {
@@ -91,9 +90,8 @@ int run_attention_inputs(const AttentionInputsCall& call) {
           *k_weight = static_cast<const T*>(call.k_weight);
   const int64_t size = call.head_dim;
   const int64_t part = rows_at_once((call.heads + 2 * call.kv_heads) * size);
-  for_each((call.tokens + part - 1) / part, call.threads, [&](int64_t item) {
-    const int64_t stop = (item + 1) * part < call.tokens ? (item + 1) * part : call.tokens;
-    for (int64_t t = item * part; t < stop; t++) {
+  for_each_run(call.tokens, part, call.threads, [&](int64_t first, int64_t stop) {
+    for (int64_t t = first; t < stop; t++) {
       const T* cos = static_cast<const T*>(call.cos) + t * call.rotary_dim;
       const T* sin = static_cast<const T*>(call.sin) + t * call.rotary_dim;
       const T* q = static_cast<const T*>(call.q) + t * call.q_stride;
@@ -190,10 +188,8 @@ inline void route_token(const RouterCall& call, int64_t t) {
 inline int run_router(const RouterCall& call) {
   const int64_t valid = call.num_valid && *call.num_valid < call.tokens ? *call.num_valid
                                                                         : call.tokens;
-  constexpr int64_t PART = 16;
-  for_each((valid + PART - 1) / PART, call.threads, [&](int64_t item) {
-    const int64_t stop = (item + 1) * PART < valid ? (item + 1) * PART : valid;
-    for (int64_t t = item * PART; t < stop; t++) route_token(call, t);
+  for_each_run(valid, 16, call.threads, [&](int64_t first, int64_t stop) {
+    for (int64_t t = first; t < stop; t++) route_token(call, t);
   });
   for (int64_t i = valid * call.top_k; i < call.tokens * call.top_k; i++) {
     call.ids[i] = -1;

@@ -14,6 +14,7 @@ from moe_serve.bench.kernels import against, rows
 from moe_serve.bench.kernels.cases import OPS, all_cases
 from moe_serve.bench.kernels.rig import Rig, Sizes, make_rig
 from moe_serve.bench.limits import Limits, limits_table
+from moe_serve.bench.processor import processor_name
 from moe_serve.config import EngineConfig, flag
 from moe_serve.errors import ConfigError
 from moe_serve.option_parser import closest
@@ -148,7 +149,7 @@ def _headline(rig: Rig, config: EngineConfig) -> str:
     spec = rig.spec
     name = str(rig.dtype).removeprefix("torch.")
     return (
-        f"{offline.processor_name()}, {torch.get_num_threads()} threads, {name}, "
+        f"{processor_name()}, {torch.get_num_threads()} threads, {name}, "
         f"--cpu-kernels {config.cpu_kernels}; {len(spec.layers)} layers of "
         f"{spec.num_parameters / len(spec.layers) / 1e6:.1f} M parameters"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from moe_serve import __version__
+from moe_serve.bench.processor import processor_name
 
 
 def host_facts() -> dict[str, Any]:
@@ -17,16 +17,7 @@ def host_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "num_cpus": os.cpu_count(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
