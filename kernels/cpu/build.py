@@ -61,7 +61,7 @@ def build(*, emulate_amx: bool = False) -> Path:
     try:
         return _cached(folder, compiler, extra)
     except OSError as error:
-        logger.info("cannot keep the CPU kernels in %s: %s", folder, error.strerror or error)
+        logger.info("cannot keep the CPU kernels in %s: %s", folder, error.strerror or str(error))
         own = Path(tempfile.mkdtemp(prefix="moe_serve_"))
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         return _cached(own, compiler, extra)

@@ -56,7 +56,8 @@ def choose(name: str, num_threads: int) -> bool:
     try:
         library = load()
     except BuildError as error:
-        logger.warning("no fast CPU kernels, PyTorch's are used instead: %s", error)
+        # As text: whoever keeps the record would keep with the error all frames that led here.
+        logger.warning("no fast CPU kernels, PyTorch's are used instead: %s", str(error))
         return False
     if not library.choose(name):
         wanted = "AVX2" if name == AUTO else name
