@@ -34,13 +34,14 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safeten
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What a file's header says of one tensor. `dtype` is safetensors' name for it; `start`: where
-    in the file its first byte is."""
+    """What is known of one tensor. `dtype` is safetensors' name for it; `start`: where in the file
+    its first byte is, None where its bytes do not lie there side by side.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start: int | None
 
     @property
     def itemsize(self) -> int:
@@ -56,6 +57,8 @@ class TensorInfo:
 
         Example: of a [4, 8] tensor, rows 1 to 3 are; columns 0 to 4 are not, but for a single row.
         """
+        if self.start is None:
+            return None
         offset, step, is_whole = 0, self.itemsize, True
         for span, size in zip(reversed(part), reversed(self.shape), strict=True):
             if not is_whole and span.size != 1:

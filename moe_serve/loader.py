@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
-from moe_serve.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
+from moe_serve.checkpoint import FLOAT_DTYPES, TensorInfo
 from moe_serve.config import DTypeName
 from moe_serve.errors import CheckpointError
 from moe_serve.file_runs import FileRun, read_runs
@@ -34,6 +34,7 @@ from moe_serve.models.sources import decoder_sources
 from moe_serve.models.spec import DecoderSpec
 from moe_serve.parallel.shard import Span
 from moe_serve.ranks import SINGLE_RANK, Ranks
+from moe_serve.tensor_source import TensorSource, open_tensors
 
 # Tensor name -> what this rank takes of it.
 Plan = dict[str, Source]
@@ -72,7 +73,7 @@ def load_model(
     spec = family.spec(hf_config)
     check_fit(spec, ranks.layout)
     check_deterministic(ranks.layout, device.type)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_tensors(folder)
     plan = make_plan(spec, family.names, checkpoint, ranks.shard)
     check_coverage(plan, parameter_shapes(Decoder(spec, dtype, torch.device("meta"), ranks)))
     decoder = Decoder(spec, dtype, device, ranks)
@@ -89,7 +90,7 @@ def load_model(
 
 def _fill_in_turn(
     decoder: Decoder,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     plan: Plan,
     advance: Callable[[int], None],
     finish: Callable[[nn.Module], None],
@@ -150,7 +151,7 @@ def refuse_quantised(hf_config: HFConfig) -> None:
 def make_plan(
     spec: DecoderSpec,
     names: CheckpointNames,
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     shard: ModelShard = WHOLE_MODEL,
 ) -> Plan:
     """What this rank takes of each tensor; all are there, whether it takes from them or not.
@@ -191,7 +192,7 @@ def check_coverage(plan: Plan, shapes: Mapping[str, Shape]) -> None:
         assert row == math.prod(shape[: max(1, len(shape) - 1)]), f"{name}: unset from row {row} on"
 
 
-def num_bytes_to_read(plan: Plan, checkpoint: Checkpoint) -> int:
+def num_bytes_to_read(plan: Plan, checkpoint: TensorSource) -> int:
     return sum(
         slot.num_elements * checkpoint.tensors[name].itemsize
         for name, source in plan.items()
@@ -201,7 +202,7 @@ def num_bytes_to_read(plan: Plan, checkpoint: Checkpoint) -> int:
 
 def fill(
     parameters: Mapping[str, Tensor],
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     plan: Plan,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
@@ -258,7 +259,7 @@ def _rows(slot: Slot, shape: Shape) -> list[Span]:
     return [Span(first + rows.start, first + rows.stop) for first in firsts]
 
 
-def _refuse_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
+def _refuse_missing(checkpoint: TensorSource, missing: Sequence[str]) -> None:
     if not missing:
         return
     hint = ""
@@ -270,7 +271,7 @@ def _refuse_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
     )
 
 
-def _refuse_unknown(checkpoint: Checkpoint, plan: Plan, spec: DecoderSpec) -> None:
+def _refuse_unknown(checkpoint: TensorSource, plan: Plan, spec: DecoderSpec) -> None:
     allowed = {"lm_head.weight"} if spec.tie_embeddings else set()
     unknown = [
         name
@@ -284,7 +285,7 @@ def _refuse_unknown(checkpoint: Checkpoint, plan: Plan, spec: DecoderSpec) -> No
         )
 
 
-def _check_tensor(checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+def _check_tensor(checkpoint: TensorSource, name: str, shape: Shape) -> None:
     info = checkpoint.tensors[name]
     if info.shape != shape:
         raise CheckpointError(

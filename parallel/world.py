@@ -20,6 +20,7 @@ from moe_serve.parallel.group import SOLO, RankGroup
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.meeting import meet
 from moe_serve.parallel.network import address_towards, choose_gloo_interface
+from moe_serve.parallel.torch_collectives import TorchCollectives
 
 # Ranks start at different times: nodes boot, models are downloaded.
 JOIN_SECONDS = 1800.0
@@ -144,9 +145,15 @@ def own_address(world: World) -> str:
 def make_groups(world: World, layout: RankLayout) -> tuple[RankGroup, RankGroup]:
     """(the ranks of this lane, those that experts are spread over): see `RankLayout`."""
     mesh = _make_mesh(world, layout)
-    lane = RankGroup(mesh["tensor"].get_group()) if layout.tensor_size > 1 else SOLO
-    experts = RankGroup(dist.group.WORLD) if layout.expert_size > 1 else SOLO
-    return lane, experts
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    lane = mesh["tensor"].get_group() if layout.tensor_size > 1 else None
+    experts = everyone if layout.expert_size > 1 else None
+    return _make_group(lane), _make_group(experts)
+
+
+def _make_group(process_group: dist.ProcessGroup | None) -> RankGroup:
+    return SOLO if process_group is None else RankGroup(TorchCollectives(process_group))
 
 
 def _make_mesh(world: World, layout: RankLayout) -> DeviceMesh:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from moe_serve.parallel.group import RankGroup
+from moe_serve.parallel.torch_collectives import TorchCollectives
 
 ROW = 1024
 WARMUP = 3
@@ -70,7 +71,7 @@ def _rank(rank: int, num_ranks: int, folder: str, kib: list[int], rounds: int) -
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
     )
-    group = RankGroup(dist.group.WORLD)
+    group = RankGroup(TorchCollectives(dist.group.WORLD))
     for size in kib:
         calls = _calls(group, size * 1024 // (4 * ROW))
         times: list[list[float]] = [[] for _ in calls]

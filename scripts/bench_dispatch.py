@@ -42,6 +42,7 @@ from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.placement import Placement
 from moe_serve.kernels.permute import permute
 from moe_serve.parallel.group import RankGroup
+from moe_serve.parallel.torch_collectives import TorchCollectives
 from moe_serve.routing.all_gather import AllGatherDispatcher
 from moe_serve.routing.all_to_all import AllToAllDispatcher
 from moe_serve.routing.dispatch import Dispatched, Dispatcher
@@ -256,7 +257,7 @@ def run_rank(rank: int, settings: Sequence[Setting], store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=settings[0].num_ranks
     )
-    group = RankGroup(dist.group.WORLD)
+    group = RankGroup(TorchCollectives(dist.group.WORLD))
     with torch.inference_mode():
         for setting in settings:
             lines = measure(group, setting)

@@ -195,12 +195,14 @@ def _groups(rank: int, size: int) -> dict[int, Any]:
     import torch.distributed as dist
 
     from moe_serve.parallel.group import RankGroup
+    from moe_serve.parallel.torch_collectives import TorchCollectives
 
     made = {}
     for count in range(1, size + 1):
         process_group = dist.new_group(range(count)) if count > 1 else None
         if rank < count:
-            made[count] = RankGroup(process_group)
+            collectives = None if process_group is None else TorchCollectives(process_group)
+            made[count] = RankGroup(collectives)
     return made
 
 

@@ -85,7 +85,7 @@ def test_moe_serve_starts_the_ranks_and_drains_them(
 
     stream = Stream(server.url, "abc", max_tokens=200)
     wait_chunks([stream], 5, seconds=20)
-    assert end_launched(server) == 0
+    assert end_launched(server) == 0, server.log
     wait_ends([stream], seconds=5)
     assert stream.was_done and stream.error is None
     assert [stream.text] == one_rank(["abc"], 200)
@@ -129,7 +129,7 @@ def test_experts_need_not_divide_by_ranks(
     flags = ["--data-parallel-size", "3", "--enable-expert-parallel"]
     server = start(random_model, *flags, *SMALL).wait_ready()
     assert texts(server, PROMPTS) == one_rank(PROMPTS, 40)
-    assert end_launched(server, signal.SIGINT) == 0
+    assert end_launched(server, signal.SIGINT) == 0, server.log
 
 
 TENSOR = "--tensor-parallel-size"
@@ -139,7 +139,7 @@ def test_a_signal_while_ranks_start_ends_them(start: Start, random_model: Path) 
     server = start(random_model, "-tp", "2", *SMALL)
     server.wait_rank(1)
     wait_live(server)
-    assert end_launched(server) == 0
+    assert end_launched(server) == 0, server.log
     assert "Traceback" not in server.log
 
 
