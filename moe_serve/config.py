@@ -100,7 +100,7 @@ class EngineConfig:
     )
     tensor_parallel_size: int | None = option(
         None,
-        "ranks that split one lane's attention; default: all that torchrun started, else 1",
+        "ranks that split one lane's attention; default: all that a launcher started, else 1",
         aliases=("tp",),
     )
     data_parallel_size: int = option(

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ EXIT_FAULT = 1
 # torchrun's default, in seconds, and what the end takes besides running requests.
 LAUNCHER_PATIENCE = 30
 LAUNCHER_SPARE = 5
+# A launcher passes on the Ctrl-C that the terminal has sent to its ranks too: no second thought.
+SAME_SIGNAL_SECONDS = 2.0
 # Time for open streams to pass on their error event, at most.
 FLUSH_SECONDS = 1.0
 # After the engine's death, so long /health says 503: a balancer that polls shall see it.
@@ -86,6 +89,7 @@ class _Server:
         )
         self.signalled = asyncio.Event()
         self.hurried = asyncio.Event()
+        self.signal_time = 0.0
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -182,7 +186,11 @@ class _Server:
 
     def _on_signal(self) -> None:
         """The first asks for an orderly end, the second for one at once."""
-        (self.hurried if self.signalled.is_set() else self.signalled).set()
+        if not self.signalled.is_set():
+            self.signal_time = time.monotonic()
+            self.signalled.set()
+        elif not self.is_launched or time.monotonic() - self.signal_time > SAME_SIGNAL_SECONDS:
+            self.hurried.set()
 
 
 async def _first_of(*waits: Coroutine[None, None, object]) -> None:

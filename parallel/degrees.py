@@ -1,7 +1,10 @@
-"""From options and torchrun's environment to how many ranks there are, and which one this is. Pure.
+"""From options and a launcher's environment to how many ranks there are, and which one this is.
 
 torchrun --nproc-per-node 4 ...         RANK, WORLD_SIZE ... -> RankSeat of each of 4 ranks
+deepspeed --num_gpus 4 --module ...     the same, with LOCAL_SIZE for LOCAL_WORLD_SIZE
 --tensor-parallel-size, --data-...      + world size 4       -> Degrees(2, 2)
+
+Pure.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from typing import NamedTuple
 from moe_serve.errors import ConfigError
 
 _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN = "torchrun (--nproc-per-node x --nnodes)"
+_LAUNCHER = (
+    "the launcher (torchrun: --nproc-per-node x --nnodes, deepspeed: --num_gpus x --num_nodes)"
+)
 
 
 class Degrees(NamedTuple):
@@ -56,7 +62,7 @@ def resolve_degrees(
         if world_size % data_parallel_size:
             raise ConfigError(
                 f"--data-parallel-size {data_parallel_size} does not divide the {world_size} ranks "
-                f"that {_TORCHRUN} started; use a divisor: {_listed(_divisors(world_size))}"
+                f"that {_LAUNCHER} started; use a divisor: {_listed(_divisors(world_size))}"
             )
         return Degrees(world_size // data_parallel_size, data_parallel_size)
     degrees = Degrees(tensor_parallel_size, data_parallel_size)
@@ -66,11 +72,16 @@ def resolve_degrees(
 
 
 def read_seat(environment: Mapping[str, str]) -> RankSeat | None:
-    """What torchrun says of this process; None where no launcher started it.
+    """What the launcher says of this process; None where none started it.
 
     An empty variable counts as unset. Raises `ConfigError` naming the variables where some are
-    missing, are no whole numbers, or contradict each other.
+    missing, are no whole numbers, or contradict each other, and for ranks of mpirun's, which knows
+    neither names nor an address that we could use.
     """
+    is_deepspeed = environment.get("RANK") and environment.get("LOCAL_SIZE")
+    if is_deepspeed and not environment.get("LOCAL_WORLD_SIZE"):
+        environment = {**environment, "LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"]}
+    _refuse_mpirun(environment)
     given = {name: environment[name] for name in _COUNTS if environment.get(name)}
     if not given:
         return None
@@ -97,8 +108,19 @@ def _wrong_product(degrees: Degrees, world_size: int) -> str:
         fixes.append(f"use --data-parallel-size {world_size // tensor_size}")
     return (
         f"--tensor-parallel-size {tensor_size} x --data-parallel-size {data_size} takes "
-        f"{degrees.world_size} ranks, but {_TORCHRUN} started {world_size}; {', or '.join(fixes)}"
+        f"{degrees.world_size} ranks, but {_LAUNCHER} started {world_size}; "
+        f"{', or '.join(fixes)}"
     )
+
+
+def _refuse_mpirun(environment: Mapping[str, str]) -> None:
+    size = environment.get(_MPI_SIZE, "1")
+    if size != "1" and not environment.get("RANK"):
+        raise ConfigError(
+            f"{_MPI_SIZE}={size}, but RANK is not set: mpirun's ranks do not find each other; "
+            "start them with torchrun, or with deepspeed and its own launcher (pdsh, or --no_ssh "
+            "on each node)"
+        )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

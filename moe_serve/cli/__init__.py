@@ -68,6 +68,8 @@ def _drop_output() -> None:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and _is_own_rank(argv[0]):
+        argv = argv[1:]
     command = argv[0] if argv else ""
     if command in ("-h", "--help", "help"):
         print(_overview())
@@ -79,6 +81,12 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(_unknown(command))
     run = importlib.import_module(f"moe_serve.cli.{command}").run
     return int(run(argv[1:], prog=f"{PROG} {command}"))
+
+
+def _is_own_rank(argument: str) -> bool:
+    """Whether a launcher, as DeepSpeed's does, tells once more what the environment has said."""
+    name, _, value = argument.partition("=")
+    return name in ("--local_rank", "--local-rank") and value == os.environ.get("LOCAL_RANK")
 
 
 def _overview() -> str:

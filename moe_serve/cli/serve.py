@@ -14,7 +14,7 @@ from moe_serve.parallel.degrees import read_seat, resolve_degrees
 def run(argv: Sequence[str], *, prog: str) -> int:
     """Serve until a signal ends it; returns the exit code.
 
-    Started by torchrun it is one of its ranks; else it starts the ranks that are asked for.
+    Started by a launcher it is one of its ranks; else it starts the ranks that are asked for.
     """
     config = settings.parse(
         ServeConfig,

@@ -152,6 +152,20 @@ def test_serve_starts_ranks_or_is_one(
     assert seen == [expected]
 
 
+@pytest.mark.parametrize("name", ["--local_rank", "--local-rank"])
+def test_the_rank_that_deepspeed_puts_before_the_command_is_passed_over(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([f"{name}=1", "version"]) == 0
+    assert capsys.readouterr().out == f"moe-serve {moe_serve.__version__}\n"
+    # Nobody's: not this rank's, or from no launcher.
+    assert main([f"{name}=0", "version"]) == 2
+    monkeypatch.delenv("LOCAL_RANK")
+    assert main([f"{name}=1", "version"]) == 2
+    assert f"'{name}=1' is not a command" in capsys.readouterr().err
+
+
 def test_serve_refuses_half_of_a_launchers_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

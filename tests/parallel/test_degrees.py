@@ -42,18 +42,17 @@ def test_degrees_use_every_rank(tensor, data, world, expected) -> None:
 @pytest.mark.parametrize(
     ("tensor", "data", "world", "message"),
     [
-        (None, 3, 8, "--data-parallel-size 3 does not divide the 8 ranks that torchrun "
-                     "(--nproc-per-node x --nnodes) started; use a divisor: 1, 2, 4, 8"),
+        (None, 3, 8, "--data-parallel-size 3 does not divide the 8 ranks that the "
+                     "launcher (torchrun: --nproc-per-node x --nnodes, deepspeed: --num_gpus x "
+                     "--num_nodes) started; use a divisor: 1, 2, 4, 8"),
         (None, 9, 3, "--data-parallel-size 9 does not divide the 3 ranks"),
-        (4, 1, 2, "--tensor-parallel-size 4 x --data-parallel-size 1 takes 4 ranks, but torchrun "
-                  "(--nproc-per-node x --nnodes) started 2; start 4 ranks, or use "
-                  "--tensor-parallel-size 2"),
+        (4, 1, 2, "--tensor-parallel-size 4 x --data-parallel-size 1 takes 4 ranks, but the "
+                  "launcher (torchrun: --nproc-per-node x --nnodes, deepspeed: --num_gpus x "
+                  "--num_nodes) started 2; start 4 ranks, or use --tensor-parallel-size 2"),
         (2, 2, 8, "started 8; start 4 ranks, or use --tensor-parallel-size 4, or use "
                   "--data-parallel-size 4"),
-        (2, 3, 8, "takes 6 ranks, but torchrun (--nproc-per-node x --nnodes) started 8; "
-                  "start 6 ranks, or use --data-parallel-size 4"),
-        (3, 3, 8, "takes 9 ranks, but torchrun (--nproc-per-node x --nnodes) started 8; "
-                  "start 9 ranks"),
+        (2, 3, 8, "started 8; start 6 ranks, or use --data-parallel-size 4"),
+        (3, 3, 8, "started 8; start 9 ranks"),
         (2, 1, 1, "started 1; start 2 ranks, or use --tensor-parallel-size 1"),
     ],
 )  # fmt: skip
@@ -74,10 +73,31 @@ def test_a_seat_is_what_torchrun_says() -> None:
     assert read_seat(TORCHRUN | {"OTHER": "x"}) == expected
 
 
+def test_a_seat_is_what_deepspeed_says() -> None:
+    environment = TORCHRUN | {"LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+    del environment["LOCAL_WORLD_SIZE"]
+    expected = RankSeat(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert read_seat(environment) == expected
+    # Where both are said, torchrun's is what it is about.
+    assert read_seat(TORCHRUN | {"LOCAL_SIZE": "8"}) == expected
+
+
+def test_the_ranks_of_mpirun_are_told_what_to_use() -> None:
+    assert read_seat({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
+    assert read_seat(TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "8"}) is not None
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE=2, but RANK is not set: mpirun's"):
+        read_seat({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+
+
 @pytest.mark.parametrize(
     "environment",
-    [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, dict.fromkeys(TORCHRUN, "")],
-    ids=["nothing", "an address alone", "all empty"],
+    [
+        {},
+        {"LOCAL_SIZE": "2"},
+        {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        dict.fromkeys(TORCHRUN, ""),
+    ],
+    ids=["nothing", "a size", "an address alone", "all empty"],
 )
 def test_without_a_launcher_there_is_no_seat(environment) -> None:
     assert read_seat(environment) is None

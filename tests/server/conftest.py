@@ -28,6 +28,7 @@ START_SECONDS = 60
 # In the environment of all that a server starts, directly or not: it outlives parents.
 MARK = "TEST_SERVER_MARK"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
 def free_port() -> int:
@@ -40,8 +41,8 @@ def free_port() -> int:
 class Server:
     """`moe-serve serve` in a child process; `log` is what it wrote.
 
-    `torchrun`: flags of torchrun, where that shall start the ranks. `within`: the start of the
-    command, as `ip netns exec NAME`, where it shall not run right here.
+    `torchrun`, `deepspeed`: flags of that launcher, where it shall start the ranks. `within`: the
+    start of the command, as `ip netns exec NAME`, where it shall not run right here.
     """
 
     def __init__(
@@ -50,19 +51,26 @@ class Server:
         *flags: str,
         port: int | None = None,
         torchrun: Sequence[str] | None = None,
+        deepspeed: Sequence[str] | None = None,
         within: Sequence[str] = (),
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile(mode="w+")
         self._mark = uuid.uuid4().hex
-        launcher = [sys.executable] if torchrun is None else [*TORCHRUN, *torchrun]
-        command = [*launcher, "-m", "moe_serve", "serve", str(model), "--port", str(self.port)]
+        launcher = [sys.executable, "-m"] if torchrun is None else [*TORCHRUN, *torchrun, "-m"]
+        if deepspeed is not None:
+            launcher = [*DEEPSPEED, *deepspeed, "--module"]
+        # DeepSpeed's binding of cores is to tell how many threads there are.
+        threads = [] if deepspeed is not None else ["--num-threads", "1"]
+        command = [*launcher, "moe_serve", "serve", str(model), "--port", str(self.port), *threads]
         self.process = subprocess.Popen(
-            [*within, *command, "--num-threads", "1", *flags],
+            [*within, *command, *flags],
             stdout=self._log,
             stderr=self._log,
             env=os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1"},
+            # As a shell starts it, where Ctrl-C reaches all of the group.
+            process_group=0 if deepspeed is not None else None,
         )
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
@@ -159,6 +167,12 @@ def start() -> Iterator[Callable[..., Server]]:
     yield make
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def any_port() -> Callable[[], int]:
+    """any_port() -> one that was free a moment ago."""
+    return free_port
 
 
 @pytest.fixture(scope="session")

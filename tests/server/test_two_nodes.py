@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,48 @@ def test_two_nodes_answer_as_one_rank_and_end_together(
     for server in servers:
         assert server.process.wait(END_SECONDS) != 0
         server.check_gone()
+
+
+# Stands in for pdsh and ssh: runs the command in the namespace of each host, with its number.
+PDSH = """#!{python}
+import subprocess, sys
+names = {names}
+at = sys.argv.index("-w")
+hosts, command = sys.argv[at + 1].split(","), " ".join(sys.argv[at + 2:])
+running = []
+for number, host in enumerate(hosts):
+    one = command.replace("%n", str(number))
+    running.append(subprocess.Popen(["ip", "netns", "exec", names[host], "sh", "-c", one]))
+sys.exit(max([process.wait() for process in running]))
+"""
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra deepspeed")
+def test_deepspeed_starts_the_hosts_of_a_hostfile(
+    start: Start,
+    nodes: list[Node],
+    random_model: Path,
+    one_rank: OneRank,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hostfile, pdsh = tmp_path / "hostfile", tmp_path / "pdsh"
+    hostfile.write_text("".join(f"{node.address} slots=1\n" for node in nodes))
+    names = {node.address: node.name for node in nodes}
+    pdsh.write_text(PDSH.format(python=sys.executable, names=names))
+    pdsh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launcher = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", nodes[0].address]
+    flags = ["--host", "0.0.0.0", "--dtype", "float32", "--num-kv-blocks", "512"]
+    server = start(random_model, *flags, "--enable-expert-parallel", port=PORT, deepspeed=launcher)
+    wait_ready(nodes, [server])
+    assert "2 = 1 x 2 (lanes x tensor-parallel), experts spread over 2" in server.log
+    assert [complete(nodes, "abc")] == one_rank(["abc"], 40)
+    # A host's launcher ends all of its own, and the other's see that rank gone.
+    server.rank(1).kill()
+    assert server.process.wait(END_SECONDS) != 0
+    server.check_gone(END_SECONDS)
 
 
 @pytest.mark.skipif("TEST_KILL_SEEDS" not in os.environ, reason="set TEST_KILL_SEEDS")
