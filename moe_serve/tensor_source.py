@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +10,14 @@ from typing import Protocol
 import torch
 
 from moe_serve.checkpoint import Checkpoint, TensorInfo
+from moe_serve.deepspeed_checkpoint.source import is_deepspeed, open_deepspeed
+from moe_serve.errors import CheckpointError
 from moe_serve.parallel.shard import Span
+
+logger = logging.getLogger(__name__)
+
+# What trainers call the folders of their steps: Hugging Face's, and DeepSpeed's own.
+_STEP_FOLDERS = ("checkpoint-[0-9]*", "global_step[0-9]*")
 
 
 class TensorSource(Protocol):
@@ -30,5 +38,35 @@ class TensorSource(Protocol):
 
 
 def open_tensors(folder: Path) -> TensorSource:
-    """Raises `CheckpointError` naming the file that is missing, damaged or not understood."""
+    """Safetensors where there are any, else what DeepSpeed saved there.
+
+    Raises `CheckpointError` naming the file that is missing, damaged or not understood.
+    """
+    has_safetensors = any(folder.glob("*.safetensors*"))
+    if is_deepspeed(folder):
+        if not has_safetensors:
+            return open_deepspeed(folder)
+        logger.info(
+            "%s: has safetensors and a DeepSpeed checkpoint; the safetensors are read", folder
+        )
+    if not has_safetensors:
+        _refuse_steps(folder)
     return Checkpoint.open(folder)
+
+
+def _refuse_steps(folder: Path) -> None:
+    """A folder of steps that does not say which is the model."""
+    pattern = next((one for one in _STEP_FOLDERS if any(folder.glob(one))), None)
+    if pattern is None:
+        return
+    names = [path.name for path in folder.glob(pattern) if path.is_dir()]
+    last = max(names, key=lambda name: int("0" + "".join(filter(str.isdigit, name))))
+    hint = (
+        f"give the folder of one, such as {folder / last}"
+        if last.startswith("checkpoint-")
+        else f"write the name of one, such as {last}, into {folder / 'latest'}"
+    )
+    raise CheckpointError(
+        f"{folder}: no *.safetensors file and no file latest as DeepSpeed writes, but "
+        f"{len(names)} {'step' if len(names) == 1 else 'steps'} of a training: {hint}"
+    )

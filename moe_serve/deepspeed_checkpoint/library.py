@@ -1,0 +1,27 @@
+"""DeepSpeed itself, an optional package: imported when a checkpoint of its is read, not before."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+from moe_serve.errors import CheckpointError
+
+INSTALL = (
+    "pip install 'moe-serve[deepspeed]' (after torch: DS_BUILD_OPS=0 pip install "
+    "--no-build-isolation deepspeed)"
+)
+
+
+def deepspeed_module(name: str) -> Any:
+    """The module `deepspeed.<name>`. Raises `CheckpointError` with what to install."""
+    # It logs to standard output, which may be a command's result.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return importlib.import_module(f"deepspeed.{name}")
+        except ImportError as error:
+            raise CheckpointError(
+                f"reading a DeepSpeed checkpoint needs the package deepspeed ({error}): {INSTALL}"
+            ) from error
