@@ -22,6 +22,7 @@ PROG = "moe-serve"
 COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "generate": "complete prompts from the command line",
+    "convert": "write a checkpoint anew: from DeepSpeed's files, in other shards, another dtype",
     "bench": "measure a server, the engine or its kernels",
     "plan": "replay recorded expert choices through placements, before having the GPUs",
     "rebalance": "place the experts of a running server anew",

@@ -1,0 +1,1 @@
+"""From any source of tensors to a folder in Hugging Face's layout."""
