@@ -62,12 +62,16 @@ def is_deepspeed(folder: Path) -> bool:
     return (folder / LATEST_NAME).is_file()
 
 
-def open_deepspeed(folder: Path, *, show_progress: bool = False) -> DeepSpeedSource:
-    """Read and check all but the tensors. `show_progress`: a bar on stderr, on a terminal only.
+def open_deepspeed(
+    folder: Path, *, tag: str | None = None, show_progress: bool = False
+) -> DeepSpeedSource:
+    """Read and check all but the tensors, of the step `tag` or the one that `latest` names.
+
+    `show_progress`: a bar on stderr, on a terminal only.
 
     Raises `CheckpointError` naming the file, what is wrong in it, and what was expected.
     """
-    step = step_folder(folder)
+    step = step_folder(folder, tag)
     by_rank = find_files(step)
     console = Console(stderr=True)
     ranks = track(

@@ -39,20 +39,24 @@ class ModelParallelFiles:
     experts: Mapping[tuple[int, int], Path]
 
 
-def step_folder(folder: Path) -> Path:
-    """The folder that `latest` names."""
-    latest = folder / LATEST_NAME
-    try:
-        tag = latest.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{latest}: cannot be read: {error}") from error
+def step_folder(folder: Path, tag: str | None = None) -> Path:
+    """The folder of the step `tag`; None is the one that `latest` names."""
+    origin = f"--tag {tag}" if tag is not None else f"{folder / LATEST_NAME}"
+    name = _latest(folder / LATEST_NAME) if tag is None else tag
     found = sorted(path.parent.name for path in folder.glob("*/*_states.pt"))
     there = ", ".join(dict.fromkeys(found)) or "none"
-    if not tag or tag != Path(tag).name or not (folder / tag).is_dir():
+    if not name or name != Path(name).name or not (folder / name).is_dir():
         raise CheckpointError(
-            f"{latest}: names the step {tag!r}, which is no folder beside it; there: {there}"
+            f"{origin}: names the step {name!r}, which is no folder in {folder}; there: {there}"
         )
-    return folder / tag
+    return folder / name
+
+
+def _latest(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
 def find_files(step: Path) -> list[ModelParallelFiles]:
