@@ -50,12 +50,12 @@ def read_model_states(file: Path) -> ModelStates:
     _refuse_twice(file, groups)
     return ModelStates(
         file=file,
-        module=_tensors(file, "module", found.get("module")),
+        module=checked_tensors(file, "module", found.get("module")),
         buffers=frozenset(_list(file, found, "buffer_names")),
         groups=tuple(groups),
         shared=_dict(file, "shared_params", found.get("shared_params") or {}),
         frozen=_shapes(file, "frozen_param_shapes", found.get("frozen_param_shapes") or {}),
-        fragments=_tensors(
+        fragments=checked_tensors(
             file, "frozen_param_fragments", found.get("frozen_param_fragments") or {}
         ),
         num_experts=tuple(_list(file, found, "num_experts")),
@@ -73,7 +73,8 @@ def _refuse_twice(file: Path, groups: Sequence[Mapping[str, Shape]]) -> None:
             seen.add(name)
 
 
-def _tensors(file: Path, field: str, found: Any) -> Mapping[str, Tensor]:
+def checked_tensors(file: Path, field: str, found: Any) -> Mapping[str, Tensor]:
+    """A dict of nothing but tensors. Raises `CheckpointError` naming `file` and `field`."""
     for name, tensor in _dict(file, field, found).items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise CheckpointError(

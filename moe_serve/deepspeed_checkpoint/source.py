@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.progress import track
 
 from moe_serve.checkpoint import FLOAT_DTYPES, TensorInfo
+from moe_serve.deepspeed_checkpoint.expert_files import read_experts, rename
 from moe_serve.deepspeed_checkpoint.lazy_tensor import LazyTensor
+from moe_serve.deepspeed_checkpoint.model_parallel import merge_mp_ranks
 from moe_serve.deepspeed_checkpoint.model_states import ModelStates, read_model_states
 from moe_serve.deepspeed_checkpoint.step_files import (
     LATEST_NAME,
@@ -30,6 +32,9 @@ from moe_serve.deepspeed_checkpoint.step_files import (
 )
 from moe_serve.deepspeed_checkpoint.zero_partitions import merge_ranks
 from moe_serve.errors import CheckpointError
+from moe_serve.model_folder import read_config
+from moe_serve.models.registry import find_family
+from moe_serve.models.sources import decoder_sources
 from moe_serve.parallel.shard import Span
 
 logger = logging.getLogger(__name__)
@@ -83,14 +88,56 @@ def open_deepspeed(
     for files in ranks:
         own = [read_model_states(file) for file in files.models]
         _check_models(models[:1] + own, len(by_rank))
-        merged.append(merge_ranks(files, own))
+        merged.append(_with_experts(files, own))
         models += own
-    lazy = merged[0]
+    lazy = _whole_model(folder, by_rank, merged)
     source = DeepSpeedSource(
         folder=folder, lazy=lazy, tensors={name: _info(name, one) for name, one in lazy.items()}
     )
     logger.info("%s: %s", step, _summary(by_rank[0], source.tensors))
     return source
+
+
+def _with_experts(
+    files: ModelParallelFiles, models: Sequence[ModelStates]
+) -> dict[str, LazyTensor]:
+    """Of one mp rank."""
+    tensors = merge_ranks(files, models)
+    if not files.experts and not models[0].num_experts:
+        return tensors
+    if files.is_parted:
+        raise CheckpointError(
+            f"{models[0].file}: of ZeRO-3, with experts in files of their own; DeepSpeed's MoE "
+            "trains without it: expected files of one training"
+        )
+    experts = read_experts(files, models[0])
+    for name in experts.keys() & tensors.keys():
+        raise CheckpointError(
+            f"{models[0].file}: holds {name}, as {experts[name].file.name} does; expected it once"
+        )
+    return tensors | experts
+
+
+def _whole_model(
+    folder: Path,
+    by_rank: Sequence[ModelParallelFiles],
+    merged: Sequence[Mapping[str, LazyTensor]],
+) -> Mapping[str, LazyTensor]:
+    """By the names and shapes of the family in config.json, which is read where these matter."""
+    if len(merged) == 1 and not by_rank[0].experts:
+        return merged[0]
+    config = read_config(folder)
+    family = find_family(config.architectures)
+    ranks = [rename(one, family.names) if by_rank[0].experts else one for one in merged]
+    if len(ranks) == 1:
+        return ranks[0]
+    shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
+    expected = {
+        name: source.shape
+        for source in decoder_sources(family.spec(config), family.names, shapes)
+        for name in source.names
+    }
+    return merge_mp_ranks(ranks, expected)
 
 
 def _check_models(models: Sequence[ModelStates], num_mp_ranks: int) -> None:
@@ -106,7 +153,7 @@ def _check_models(models: Sequence[ModelStates], num_mp_ranks: int) -> None:
                 f"{model.file}: mp_world_size {model.mp_world_size}, but there are files of "
                 f"{num_mp_ranks} mp ranks; expected as many"
             )
-        if model.groups != first.groups and model.file.parent == first.file.parent:
+        if model.groups != first.groups:
             raise CheckpointError(
                 f"{model.file}: its param_shapes differ from those of {first.file.name}; "
                 "expected files of one model"
@@ -123,4 +170,5 @@ def _info(name: str, tensor: LazyTensor) -> TensorInfo:
 def _summary(files: ModelParallelFiles, tensors: Mapping[str, TensorInfo]) -> str:
     dtypes = ", ".join(sorted({info.dtype for info in tensors.values()}))
     origin = "optimizer's masters" if files.optimizers else "module's tensors (no optimizer files)"
-    return f"{len(tensors)} tensors ({dtypes}) saved by DeepSpeed, from the {origin}"
+    experts = "experts from their own files, the rest from the " if files.experts else "from the "
+    return f"{len(tensors)} tensors ({dtypes}) saved by DeepSpeed, {experts}{origin}"

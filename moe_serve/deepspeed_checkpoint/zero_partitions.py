@@ -192,13 +192,14 @@ def _add_rest(
                 f"{model.file}: {name} is in param_shapes and in frozen_param_shapes; expected one"
             )
         tensors[name] = tensor
-    for name in model.module.keys() - tensors.keys() - model.shared.keys():
-        if not is_parted or name in model.buffers:
+    for name in model.module:
+        is_stored = not is_parted or name in model.buffers
+        if is_stored and name not in tensors and name not in model.shared:
             tensors[name] = StoredTensor(file=model.file, tensor=model.module[name])
     for name, holder in model.shared.items():
         if holder in tensors:
             tensors[name] = tensors[holder]
-    for name in model.module.keys() - tensors.keys():
+    for name in sorted(model.module.keys() - tensors.keys()):
         raise CheckpointError(
             f"{model.file}: tensor {name} is neither in param_shapes nor in frozen_param_shapes: "
             "no file holds its values"
@@ -209,11 +210,13 @@ def _add_rest(
 
 def _check_shape(model: ModelStates, name: str, tensor: LazyTensor, is_parted: bool) -> None:
     found = model.module.get(name)
-    if found is None and not (name in model.frozen and is_parted):
+    if found is None:
+        field = "frozen_param_shapes" if name in model.frozen else "param_shapes"
         raise CheckpointError(
-            f"{model.file}: param_shapes names {name}, which its module lacks; expected both"
+            f"{model.file}: {field} names {name}, which its module lacks; expected both"
         )
-    if found is not None and not is_parted and tuple(found.shape) != tensor.shape:
+    # Where ZeRO-3 has taken the weights, the module's tensors are empty.
+    if not is_parted and tuple(found.shape) != tensor.shape:
         raise CheckpointError(
             f"{model.file}: {name} has shape {list(tensor.shape)} by param_shapes and "
             f"{list(found.shape)} in the module; expected the same"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,3 +92,13 @@ def train(top: Path) -> None:
         pytest.fail("the training failed:\n" + "\n---\n".join(texts), pytrace=False)
     for config in top.glob("*/config.json"):
         save_byte_tokenizer(config.parent)
+
+
+@pytest.fixture
+def copy(trainings: Trainings, tmp_path: Path) -> Callable[[str], Path]:
+    """copy("mixtral-zero1") -> a folder that a test may change."""
+
+    def make(run: str) -> Path:
+        return Path(shutil.copytree(trainings.folder(run), tmp_path / run))
+
+    return make
