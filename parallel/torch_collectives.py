@@ -14,7 +14,7 @@ class TorchCollectives:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
-        self.name = dist.get_backend(process_group)
+        self.name: str = dist.get_backend(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         # gloo's own sum takes 1.3 to 4 times as long as an all-to-all and a local sum
@@ -33,12 +33,12 @@ class TorchCollectives:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         # A library's ring adds each part in an order of its own.
-        out.copy_(_sum_in_order(self._exchange(x)))
+        out.copy_(sum_in_order(self._exchange(x)))
 
     def all_reduce(self, x: Tensor) -> None:
         parts = x.new_empty((self.size, *x.shape))
         self.all_gather(parts.flatten(0, 1), x)
-        x.copy_(_sum_in_order(parts))
+        x.copy_(sum_in_order(parts))
 
     def sum_bits(self, out: Tensor, x: Tensor) -> None:
         if self._sums_by_all_to_all:
@@ -60,7 +60,7 @@ class TorchCollectives:
         return parts.view(self.size, -1, *x.shape[1:])
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
+def sum_in_order(parts: Tensor) -> Tensor:
     """Sum of [S, ...] over S in fp32, one after the other."""
     total = parts[0].float()
     for part in parts[1:]:
