@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, get_args
 
+from moe_serve import logs
 from moe_serve.config import DTypeName, parse_bytes
 from moe_serve.errors import ConfigError
 from moe_serve.option_parser import OptionParser, closest
@@ -43,6 +44,7 @@ class ConvertConfig:
 def run(argv: Sequence[str], *, prog: str) -> int:
     """Print the account of what was written; returns the exit code."""
     config = _config(_parser(prog).parse(argv))
+    logs.set_up("warning", role="convert")
     from moe_serve.convert.new_folder import check_new_folder
     from moe_serve.model_path import resolve_model
 
@@ -108,8 +110,12 @@ def _max_shard_bytes(text: str) -> int:
 
 
 def _open_source(folder: Path, tag: str | None) -> TensorSource:
+    """DeepSpeed's files before safetensors: they hold what the optimizer does, in full."""
+    from moe_serve.deepspeed_checkpoint.source import is_deepspeed, open_deepspeed
     from moe_serve.tensor_source import open_tensors
 
+    if tag is not None or is_deepspeed(folder):
+        return open_deepspeed(folder, tag=tag, show_progress=True)
     return open_tensors(folder)
 
 

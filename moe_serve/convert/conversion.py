@@ -114,11 +114,11 @@ def make_checked_plan(model: ModelFolder, source: TensorSource) -> Plan:
 
 
 def _pick_dtype(model: ModelFolder, tensors: Mapping[str, TensorInfo]) -> str:
-    """The config's, or where it tells none that of all tensors."""
+    """The config's; where it tells none that of all tensors, or float32, which holds any."""
     wanted = getattr(model.hf_config, "dtype", None)
     if wanted is None:
         found = {FLOAT_DTYPES[info.dtype] for info in tensors.values()}
-        wanted = found.pop() if len(found) == 1 else None
+        wanted = found.pop() if len(found) == 1 else torch.float32
     name = str(wanted).removeprefix("torch.")
     if name not in _DTYPES:
         raise CheckpointError(

@@ -58,13 +58,18 @@ def write_shard(
 
 
 def _cast(name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    if piece.dtype == dtype:
+        return piece
     cast = piece.to(dtype)
-    if cast is piece or cast.isfinite().all():
+    largest = torch.finfo(dtype).max
+    low, high = piece.aminmax()
+    # Quick, and enough nearly always; what is no number fails the comparison.
+    if -largest <= low and high <= largest:
         return cast
     if (lost := cast.isinf() & piece.isfinite()).any():
         raise ConfigError(
             f"--dtype {str(dtype).removeprefix('torch.')}: {name} holds {piece[lost][0].item():g}, "
-            f"beyond its largest value {torch.finfo(dtype).max:g}; take --dtype bfloat16 or float32"
+            f"beyond its largest value {largest:g}; take --dtype bfloat16 or float32"
         )
     return cast
 

@@ -54,11 +54,11 @@ def plan_shards(
     Example: sizes 4 4 4 9 1 at most 8 a file: (4 4) (4) (9) (1).
     """
     groups = list(_groups(shapes, itemsize, max_bytes))
-    return [
-        _shard(_file_name(number, len(groups)), {name: shapes[name] for name in names}, dtype,
-               itemsize)
-        for number, names in enumerate(groups, start=1)
-    ]  # fmt: skip
+    shards = []
+    for number, names in enumerate(groups, start=1):
+        own = {name: shapes[name] for name in names}
+        shards.append(_shard(_file_name(number, len(groups)), own, dtype, itemsize))
+    return shards
 
 
 def index_text(shards: list[Shard]) -> str:
@@ -69,9 +69,8 @@ def index_text(shards: list[Shard]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _groups(
-    shapes: Mapping[str, Shape], itemsize: int, max_bytes: int
-) -> Iterator[list[str]]:  # fmt: skip
+def _groups(shapes: Mapping[str, Shape], itemsize: int, max_bytes: int) -> Iterator[list[str]]:
+    """Names, file by file."""
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():
