@@ -23,6 +23,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KVCacheDTypeName = Literal["auto", "fp8"]
 All2AllBackend = Literal["auto", "allgather_reducescatter", "all_to_all"]
+CommBackend = Literal["auto", "gloo", "deepspeed", "shm"]
 Quantization = Literal["int8", "int4"]
 CPUKernels = Literal["auto", "none", "amx", "avx512_bf16", "avx512", "avx2"]
 ExpertPlacementStrategy = Literal["linear", "round_robin"]
@@ -111,6 +112,11 @@ class EngineConfig:
     )
     all2all_backend: All2AllBackend = option(
         "auto", "how tokens reach experts on other ranks; auto picks by size, step by step"
+    )
+    comm_backend: CommBackend = option(
+        "auto",
+        "how ranks exchange tensors between CPUs; auto: by memory that they share where they are "
+        "on one host, else by gloo",
     )
     expert_placement_strategy: ExpertPlacementStrategy = option(
         "linear", "which experts a rank holds: neighbours, or every n-th"

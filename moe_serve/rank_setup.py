@@ -25,6 +25,7 @@ from moe_serve.models.decoder import Decoder
 from moe_serve.models.fit import check_deterministic, check_fit
 from moe_serve.models.packing import pack_weights
 from moe_serve.models.shard import ModelShard
+from moe_serve.parallel.comm_backend import check_comm_backend
 from moe_serve.parallel.cpu import available_cores
 from moe_serve.parallel.degrees import RankSeat, resolve_degrees
 from moe_serve.parallel.layout import RankLayout
@@ -49,6 +50,7 @@ class RankSetup:
         """Raises `ConfigError` or `CheckpointError` for what can be told without the weights."""
         layout = plan_layout(config, seat)
         device = pick_device(config.device, seat)
+        check_comm_backend(config.comm_backend, layout, device.type)
         num_threads = pick_num_threads(config, seat)
         torch.set_num_threads(num_threads)
         folder = open_model_folder(config.model, config.revision)
@@ -75,7 +77,7 @@ class RankSetup:
         """The groups that the layers use; all ranks make them together."""
         if world is None:
             return Ranks(shard=self.shard)
-        lane, experts = make_groups(world, self.layout)
+        lane, experts = make_groups(world, self.layout, self.config.comm_backend)
         backend = self.config.all2all_backend
         return Ranks(shard=self.shard, lane=lane, experts=experts, all2all_backend=backend)
 

@@ -152,6 +152,7 @@ class RankedExecutor:
         if self._experts is not None:
             self._experts.close()
         self._links.close()
+        self.runner.model.ranks.close()
         leave()
 
 

@@ -29,6 +29,11 @@ class Ranks:
     def layout(self) -> RankLayout:
         return self.shard.layout
 
+    def close(self) -> None:
+        """Give up what the groups hold. Does not wait for the others."""
+        self.lane.close()
+        self.experts.close()
+
     def step(
         self,
         num_tokens_of_lanes: Sequence[int],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,13 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_serve.config import CommBackend
 from moe_serve.errors import ConfigError
+from moe_serve.parallel.collectives import Collectives
+from moe_serve.parallel.comm_backend import check_any_shared, make_collectives
 from moe_serve.parallel.degrees import RankSeat
 from moe_serve.parallel.group import SOLO, RankGroup
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.meeting import meet
 from moe_serve.parallel.network import address_towards, choose_gloo_interface
-from moe_serve.parallel.torch_collectives import TorchCollectives
+
+logger = logging.getLogger(__name__)
 
 # Ranks start at different times: nodes boot, models are downloaded.
 JOIN_SECONDS = 1800.0
@@ -142,18 +147,40 @@ def own_address(world: World) -> str:
     return world.peers[world.seat.rank].host
 
 
-def make_groups(world: World, layout: RankLayout) -> tuple[RankGroup, RankGroup]:
-    """(the ranks of this lane, those that experts are spread over): see `RankLayout`."""
+def make_groups(
+    world: World, layout: RankLayout, backend: CommBackend = "auto"
+) -> tuple[RankGroup, RankGroup]:
+    """(the ranks of this lane, those that experts are spread over): see `RankLayout`.
+
+    All ranks call it together. Raises `ConfigError` where `backend` cannot be had.
+    """
     mesh = _make_mesh(world, layout)
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    lane = mesh["tensor"].get_group() if layout.tensor_size > 1 else None
-    experts = everyone if layout.expert_size > 1 else None
-    return _make_group(lane), _make_group(experts)
+    groups: dict[str, dist.ProcessGroup] = {}
+    if layout.tensor_size > 1:
+        groups["lane"] = mesh["tensor"].get_group()
+    if layout.expert_size > 1:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        groups["experts"] = everyone
+    hosts = [peer.host for peer in world.peers]
+    made: dict[str, Collectives] = {}
+    reasons: list[str | None] = []
+    for name, group in groups.items():
+        made[name], reason = make_collectives(
+            backend, group, hosts, world.timeout, world.device.type
+        )
+        reasons.append(reason)
+    check_any_shared(backend, reasons)
+    if world.seat.rank == 0:
+        for (name, own), reason in zip(made.items(), reasons, strict=True):
+            why = "" if reason is None else f", not by shm: {reason}"
+            logger.info("the ranks of the %s exchange tensors by %s%s", name, own.name, why)
+    lane, experts = (_make_group(made.get(name)) for name in ("lane", "experts"))
+    return lane, experts
 
 
-def _make_group(process_group: dist.ProcessGroup | None) -> RankGroup:
-    return SOLO if process_group is None else RankGroup(TorchCollectives(process_group))
+def _make_group(collectives: Collectives | None) -> RankGroup:
+    return SOLO if collectives is None else RankGroup(collectives)
 
 
 def _make_mesh(world: World, layout: RankLayout) -> DeviceMesh:

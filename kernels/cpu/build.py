@@ -1,4 +1,7 @@
-"""Compiles the library of CPU kernels, once for each version of its source, into a cache."""
+"""Compiles the library of CPU kernels, once for each version of its source, into a cache.
+
+And other libraries of ours that need no more than a compiler.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -57,24 +61,44 @@ def build(*, emulate_amx: bool = False) -> Path:
         raise BuildError(f"there are none for {platform.system()} on {platform.machine()}")
     compiler = find_compiler()
     extra = ("-DMOE_SERVE_EMULATE_AMX",) if emulate_amx else ()
-    folder = cache_folder() / _key(compiler, extra)
+    flags = (*_FLAGS, *extra, *(flag for flags in SETS.values() for flag in flags))
+    folder = cache_folder() / _key(compiler, flags, SOURCES)
+    return _keep(folder, "libmoe_serve_cpu.so", partial(_compile, compiler, extra))
+
+
+def build_library(name: str, sources: Path) -> Path:
+    """A library of all C++ files of a folder, for any machine of this kind, as `build` makes one.
+
+    Raises `BuildError`.
+    """
+    if platform.system() != "Linux":
+        raise BuildError(f"there is none for {platform.system()}")
+    compiler = find_compiler()
+
+    def compile_all(file: Path) -> None:
+        _link((compiler, *_FLAGS), sorted(map(str, sources.glob("*.cpp"))), file)
+
+    return _keep(cache_folder() / _key(compiler, _FLAGS, sources), name, compile_all)
+
+
+def _keep(folder: Path, name: str, compile_to: Callable[[Path], None]) -> Path:
     try:
-        return _cached(folder, compiler, extra)
+        return _cached(folder, name, compile_to)
     except OSError as error:
-        logger.info("cannot keep the CPU kernels in %s: %s", folder, error.strerror or str(error))
+        logger.info("cannot keep %s in %s: %s", name, folder, error.strerror or str(error))
         own = Path(tempfile.mkdtemp(prefix="moe_serve_"))
         atexit.register(shutil.rmtree, own, ignore_errors=True)
-        return _cached(own, compiler, extra)
+        return _cached(own, name, compile_to)
 
 
-def _cached(folder: Path, compiler: str, extra: Sequence[str]) -> Path:
-    file = folder / "libmoe_serve_cpu.so"
+def _cached(folder: Path, name: str, compile_to: Callable[[Path], None]) -> Path:
+    file = folder / name
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder / "lock"):
         if not file.exists():
-            _compile(compiler, extra, file)
+            compile_to(file)
     return file
 
 
@@ -94,13 +118,13 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "moe_serve" / "cpu_kernels"
 
 
-def _key(compiler: str, extra: Sequence[str]) -> str:
+def _key(compiler: str, flags: Sequence[str], sources: Path) -> str:
     """Of all that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
     digest = hashlib.sha256(version)
-    for text in (*_FLAGS, *extra, *(flag for flags in SETS.values() for flag in flags)):
+    for text in flags:
         digest.update(text.encode() + b"\0")
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(sources.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -127,15 +151,18 @@ def _compile(compiler: str, extra: Sequence[str], file: Path) -> None:
             raise BuildError(f"{compiler} fails: {complaints['avx2']}")
         built = [name for name, complaint in complaints.items() if complaint is None]
         files = [*(str(SOURCES / name) for name in COMMON), *(f"{folder}/{n}.o" for n in built)]
-        library = str(Path(folder, "library.so"))
-        complaint = _run([
-            compiler, *_FLAGS, *extra, *(f"-DMOE_SERVE_HAS_{name.upper()}" for name in built),
-            "-shared", "-pthread", *files,
-            "-o", library,
-        ])  # fmt: skip
+        has = (f"-DMOE_SERVE_HAS_{name.upper()}" for name in built)
+        _link((compiler, *_FLAGS, *extra, *has), files, file)
+
+
+def _link(command: Sequence[str], files: Sequence[str], file: Path) -> None:
+    """Sources and objects into a library, which is there whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = str(Path(folder, "library.so"))
+        complaint = _run([*command, "-shared", "-pthread", *files, "-o", made])
         if complaint is not None:
-            raise BuildError(f"{compiler} fails: {complaint}")
-        os.replace(library, file)
+            raise BuildError(f"{command[0]} fails: {complaint}")
+        os.replace(made, file)
 
 
 def _run(command: Sequence[str]) -> str | None:

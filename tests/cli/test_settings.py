@@ -20,7 +20,7 @@ ENGINE_FLAGS = """
     --[no-]enforce-eager --kv-cache-dtype --kv-cache-memory --num-kv-blocks
     --num-gpu-blocks-override --[no-]enable-prefix-caching --max-logprobs --num-threads
     --cpu-kernels --quantization --tensor-parallel-size --tp --data-parallel-size --dp
-    --[no-]enable-expert-parallel --all2all-backend --expert-placement-strategy
+    --[no-]enable-expert-parallel --all2all-backend --comm-backend --expert-placement-strategy
     --ep-num-redundant-experts --init-expert-location --[no-]enable-eplb --eplb-config
     --expert-record-dir --[no-]deterministic --collective-timeout --help
 """.split()

@@ -1,0 +1,1 @@
+"""Collectives over memory that the ranks of one host share."""
