@@ -152,11 +152,10 @@ class JoinedTensor:
         size, wanted = self.parts[0].shape[self.dim], box[self.dim]
         found = []
         for index, part in enumerate(self.parts):
-            first = index * size
-            start, stop = max(wanted.start, first), min(wanted.stop, first + size)
-            if start < stop:
-                own = Span(start - first, stop - first)
-                found.append(part.read((*box[: self.dim], own, *box[self.dim + 1 :])))
+            own = [min(max(bound - index * size, 0), size) for bound in wanted]
+            # All of an empty part are empty; one has the other sizes.
+            if own[0] < own[1] or index == 0:
+                found.append(part.read((*box[: self.dim], Span(*own), *box[self.dim + 1 :])))
         return found[0] if len(found) == 1 else torch.cat(found, dim=self.dim)
 
 
