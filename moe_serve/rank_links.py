@@ -8,6 +8,7 @@ When rank 0 loses a rank, everything ends: it says why, and all others lose rank
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -64,6 +65,8 @@ class RankLinks:
         self._outboxes = {rank: self._listen(zmq.PUSH) for rank in ranks}
         self._monitors = {rank: PeerMonitor(socket) for rank, socket in self._outboxes.items()}
         self._reader = threading.Thread(target=self._read, daemon=True)
+        # A thread that asks for the interpreter once that is gone ends the process by abort().
+        atexit.register(self._stop_reading)
         try:
             self._meet()
         except BaseException:
@@ -124,14 +127,18 @@ class RankLinks:
 
     def close(self) -> None:
         """Tell all ranks to end, and let go of them once they have let go."""
-        self._is_closing = True
-        if self._reader.ident is not None:
-            self._reader.join()
+        atexit.unregister(self._stop_reading)
+        self._stop_reading()
         if self._failure is None:
             self._see_off()
         for socket in self._outboxes.values():
             socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
+
+    def _stop_reading(self) -> None:
+        self._is_closing = True
+        if self._reader.ident is not None:
+            self._reader.join()
 
     def _see_off(self) -> None:
         """A rank that saw rank 0 hang up first would take that for its death."""

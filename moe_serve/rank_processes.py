@@ -17,7 +17,7 @@ from moe_serve.errors import EngineDeadError, MoeServeError
 from moe_serve.lifeline import end_with_parent
 from moe_serve.logs import set_up
 from moe_serve.parallel.degrees import RankSeat, local_seat
-from moe_serve.parallel.world import LOOPBACK
+from moe_serve.parallel.world import LOOPBACK, leave
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
         self.close()
+        # While there is an interpreter: torch's threads are joined here, not at the very end.
+        leave()
 
     def close(self) -> None:
         """Wait for their end, which rank 0 has asked for; by force if it takes too long."""

@@ -130,6 +130,8 @@ from moe_serve import LLM, SamplingParams
 from moe_serve.errors import EngineDeadError
 
 if __name__ == "__main__":
+    # Where tests run in the background, it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     llm = LLM(sys.argv[1], tensor_parallel_size=2, num_threads=1, num_kv_blocks=64)
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     # As a terminal does it: Ctrl-C goes to every process of the group.
