@@ -1,6 +1,6 @@
-"""One rank of the training that makes the tests' checkpoints: DeepSpeed on CPU, over gloo.
+"""The trainings that make the tests' checkpoints: two ranks of DeepSpeed on CPU, over gloo.
 
-    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python training.py FOLDER
+    DS_ACCELERATOR=cpu MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python training.py FOLDER
 
 For each run, FOLDER/<run>/ gets what a trainer leaves: config.json, `latest`, global_step<n>/.
 Beside it FOLDER/<run>.safetensors is the truth that a reader is measured by: for ZeRO what
@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import multiprocessing
+import os
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+NUM_RANKS = 2
 EXPERTS = 4
 # Odd sizes, so that partitions need padding.
 FIELDS: dict[str, Any] = {
@@ -111,7 +115,7 @@ def put_moe_layers(model: nn.Module, config: Any) -> None:
     for index, layer in enumerate(model.model.layers):
         layer.mlp = Block(
             config.hidden_size, kind(config.hidden_size, inner), num_experts=EXPERTS,
-            ep_size=2, k=2, drop_tokens=False, top2_2nd_expert_sampling=False,
+            ep_size=NUM_RANKS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False,
         )  # fmt: skip
         experts = layer.mlp.deepspeed_moe.experts.deepspeed_experts
         for local, expert in enumerate(experts):
@@ -174,7 +178,7 @@ def live_truth(engine: Any, run: Run) -> dict[str, Tensor]:
         if is_expert:
             block, rest = name.split(".deepspeed_moe.experts.deepspeed_experts.")
             local, matrix = rest.split(".", 1)
-            name = f"{block}.experts.{int(local) + 2 * dist.get_rank()}.{matrix}"
+            name = f"{block}.experts.{int(local) + EXPERTS // NUM_RANKS * dist.get_rank()}.{matrix}"
         full = None if is_expert or not run.stage else safe_get_full_fp32_param(parameter)
         own[name] = (parameter.detach() if full is None else full).clone()
     parts: list[Any] = [None] * dist.get_world_size()
@@ -198,15 +202,31 @@ def make(name: str, run: Run, top: Path) -> None:
     engine.destroy()
 
 
-def main() -> None:
+def run_rank(rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     torch.set_num_threads(1)
     # Else it compiles a library of its own for sums among ranks, in a minute or two.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     for name, run in RUNS.items():
-        print(f"--- {name}", flush=True)
+        print(f"--- {name}, rank {rank}", flush=True)
         make(name, run, Path(sys.argv[1]))
     dist.destroy_process_group()
+
+
+def main() -> None:
+    # Forked, as imports are the half of the time. The first that fails ends all.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank,)) for rank in range(NUM_RANKS)]
+    for rank in ranks:
+        rank.start()
+    left = list(ranks)
+    while left and not any(rank.exitcode for rank in ranks):
+        wait([rank.sentinel for rank in left])
+        left = [rank for rank in left if rank.exitcode is None]
+    for rank in left:
+        rank.kill()
+    sys.exit(any(rank.exitcode for rank in ranks))
 
 
 if __name__ == "__main__":
