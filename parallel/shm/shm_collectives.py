@@ -51,6 +51,10 @@ class ShmCollectives:
         self.pids: Sequence[int] = ()
         self._timeout = timeout
         self._library = load()
+        self._functions = {
+            name: getattr(self._library, f"moe_serve_shm_{name}") for name in _OPERATIONS
+        }
+        self._array = ctypes.c_uint64 * size
         fault = ctypes.create_string_buffer(128)
         self._group: int | None = self._library.moe_serve_shm_open(
             segment.file, rank, size, _slot_bytes(size), segment.address.token,
@@ -149,12 +153,12 @@ class ShmCollectives:
         return parts.view(self.size, -1, *x.shape[1:])
 
     def _words(self, values: list[int]) -> Any:
-        return (ctypes.c_uint64 * self.size)(*values)
+        return self._array(*values)
 
     def _call(self, operation: str, *args: Any) -> None:
         if self._group is None:
             raise RuntimeError(f"shm {operation}: the group is closed")
-        if getattr(self._library, f"moe_serve_shm_{operation}")(self._group, *args):
+        if self._functions[operation](self._group, *args):
             raise RuntimeError(f"shm {operation}: {self._failure()}")
 
     def _failure(self) -> str:

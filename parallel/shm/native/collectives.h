@@ -34,11 +34,11 @@ inline void gather(
     group.round++;
     copy_past_caches(group.slot(group.rank), x + start, part);
     group.post(call);
-    if (outs) copy(outs[group.rank] + start, x + start, part);
+    if (outs) copy_result(outs[group.rank] + start, x + start, part, bytes * group.size);
     for (int i = 0; i < group.size - 1; i++) {
       const int from = group.other(i);
       group.await(from, call);
-      if (outs) copy(outs[from] + start, group.slot(from), part);
+      if (outs) copy_result(outs[from] + start, group.slot(from), part, bytes * group.size);
     }
   }
 }
@@ -67,7 +67,8 @@ inline void fill_slots(Group& group, const Exchange& exchange, size_t start) {
   for (int i = 0; i < group.size - 1; i++) {
     const int to = group.other(i);
     const size_t part = part_of(exchange.sent[to], start, quota(group));
-    copy_past_caches(slot_for(group, group.rank, to), exchange.x + exchange.x_starts[to] + start, part);
+    const char* x = exchange.x + exchange.x_starts[to];
+    copy_past_caches(slot_for(group, group.rank, to), x + start, part);
   }
 }
 
@@ -86,8 +87,8 @@ inline void all_to_all(Group& group, Exchange& exchange) {
     std::copy_n(exchange.sent, group.size, group.sent(group.rank));
     group.post(call);
     if (!done) {
-      copy(exchange.out + exchange.out_starts[group.rank],
-           exchange.x + exchange.x_starts[group.rank], exchange.sent[group.rank]);
+      copy_result(exchange.out + exchange.out_starts[group.rank],
+                  exchange.x + exchange.x_starts[group.rank], exchange.sent[group.rank], out_start);
     }
     for (int i = 0; i < group.size - 1; i++) {
       const int from = group.other(i);
@@ -98,8 +99,8 @@ inline void all_to_all(Group& group, Exchange& exchange) {
       }
       num_rounds = std::max(num_rounds, group.call(from).rounds);
       const size_t part = part_of(exchange.received[from], start, quota(group));
-      copy(exchange.out + exchange.out_starts[from] + start, slot_for(group, from, group.rank),
-           part);
+      copy_result(exchange.out + exchange.out_starts[from] + start,
+                  slot_for(group, from, group.rank), part, out_start);
     }
   }
 }
@@ -150,7 +151,8 @@ inline void all_reduce_piece(Group& group, const Call& call, char* x, size_t byt
   group.round++;
   for (int i = 0; i < group.size - 1; i++) {
     const int to = group.other(i);
-    copy_past_caches(slot_for(group, group.rank, to), x + to * share, part_of(bytes, to * share, share));
+    const size_t part = part_of(bytes, to * share, share);
+    copy_past_caches(slot_for(group, group.rank, to), x + to * share, part);
   }
   group.post(call);
   add_round(group, call, x + own_start, x + own_start, own_bytes);
@@ -160,7 +162,8 @@ inline void all_reduce_piece(Group& group, const Call& call, char* x, size_t byt
   for (int i = 0; i < group.size - 1; i++) {
     const int from = group.other(i);
     group.await(from, call);
-    copy(x + from * share, group.slot(from), part_of(bytes, from * share, share));
+    const size_t part = part_of(bytes, from * share, share);
+    copy_result(x + from * share, group.slot(from), part, call.bytes);
   }
 }
 

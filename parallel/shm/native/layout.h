@@ -13,8 +13,9 @@
 //   and the call of round n whole.
 // - A slot is filled again in round n + 2. Its rank has then seen every other rank at n + 1, and a
 //   rank posts n + 1 only when it has read all it needs of round n; by the same release and acquire
-//   these reads come before the new writes. So nobody reads what is being overwritten, and a counter
-//   of readers is not needed.
+//   these reads come before the new writes. So nobody reads what is being overwritten, without any
+//   count of readers. Stores past the caches (copying.h) are fenced before the post, and come after
+//   that acquire as other stores do: x86 lets no store pass an earlier load.
 // - Seen from a rank in round n, another's `posted` is n - 1, n or n + 1, never more: so 32 bits,
 //   which is what a futex compares, tell by their difference where it is, past any overflow too.
 // - A rank that goes to sleep counts itself in `sleepers`, then looks at `posted` again; one that
