@@ -115,7 +115,8 @@ class TorchDispatcher:
         gathered = packed.new_empty((self.group.size * len(packed), packed.shape[1]))
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(gathered, packed)
-        self.group.bytes_sent += packed.nbytes * (self.group.size - 1)
+        sent = packed.nbytes * (self.group.size - 1)
+        self.group.log.note("all_gather", packed.nbytes, sent, None)
         x_ND, weights_NK, ids_NK = unpack(gathered, *((p.shape[1], p.dtype) for p in parts))
         permutation = permute(self.index_of_E[ids_NK.long()], self.num_local)
         order_R = permutation.order_R[: int(permutation.counts_E.sum())]
@@ -135,7 +136,8 @@ class TorchDispatcher:
         out_TD = part_ND.new_empty((len(part_ND) // self.group.size, rows_RD.shape[1]))
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(out_TD, part_ND)
-        self.group.bytes_sent += out_TD.nbytes * (self.group.size - 1)
+        sent = out_TD.nbytes * (self.group.size - 1)
+        self.group.log.note("reduce_scatter", part_ND.nbytes, sent, None)
         return out_TD
 
 

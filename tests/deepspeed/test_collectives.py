@@ -145,3 +145,64 @@ def test_it_prints_nothing_and_keeps_nothing_of_the_process_group() -> None:
         timeout=60,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def two_logs(group: RankGroup) -> tuple[list[tuple[str, int, int, int]], ...]:
+    """What DeepSpeed's log and ours tell of the same calls: (its operation, size class, calls,
+    bytes).
+    """
+    from deepspeed import comm
+
+    process_group = dist.new_group(list(range(group.size)))
+    ours = RankGroup(DeepSpeedCollectives(process_group))
+    comm.configure(enabled=True, prof_all=True, verbose=False)
+    comm.comm.comms_logger.reset_data()
+    try:
+        for rows in (0, 6, 600):
+            x = torch.ones(rows, 7)
+            ours.all_gather(x)
+            ours.all_gather(x)
+            ours.all_to_all(x)
+            ours.reduce_scatter(x)
+            ours.all_reduce(x)
+            ours.sum_disjoint(x)
+            ours.gather(x)
+        theirs = comm.comm.comms_logger.get_raw_data()
+    finally:
+        comm.configure(enabled=False, prof_all=False)
+    summed: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def add(operation: str, least_bytes: int, calls: int, num_bytes: int) -> None:
+        before = summed.get((operation, least_bytes), (0, 0))
+        summed[operation, least_bytes] = (before[0] + calls, before[1] + num_bytes)
+
+    def listed() -> list[tuple[str, int, int, int]]:
+        found = sorted((*key, *value) for key, value in summed.items())
+        summed.clear()
+        return found
+
+    for operation, sizes in theirs.items():
+        for size, (calls, *_) in sizes.items():
+            add(operation, 2 ** (size.bit_length() - 1) if size else 0, calls, calls * size)
+    told_by_deepspeed = listed()
+    for row in ours.log.rows():
+        add(MADE_OF[row.operation], row.least_bytes, row.calls, row.message_bytes)
+    return told_by_deepspeed, listed()
+
+
+# Which of DeepSpeed's operations each of ours is made of.
+MADE_OF = {
+    "all_gather": "all_gather_into_tensor",
+    "all_reduce": "all_gather_into_tensor",
+    "all_to_all": "all_to_all_single",
+    "reduce_scatter": "all_to_all_single",
+    "sum_disjoint": "all_to_all_single",
+    "gather": "gather",
+}
+
+
+@needs_deepspeed
+def test_its_log_and_ours_count_the_same_calls_and_bytes(pool: RankPool) -> None:
+    for theirs, ours in pool.run(two_logs):
+        assert theirs == ours
+        assert sum(calls for _, _, calls, _ in ours) == 3 * 7

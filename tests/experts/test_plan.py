@@ -95,7 +95,7 @@ def serve_steps(
     maps = [ExpertMap.make(layer.experts, group.rank) for layer in placement.layers]
     dispatchers = [make_dispatcher(backend, group, experts) for experts in maps]
     rows = torch.zeros(len(placement.layers[0].experts[group.rank]), dtype=torch.int64)
-    group.bytes_sent = 0
+    group.log.clear()
     for ids_TLK in steps:
         slices = TokenSlices(group, len(ids_TLK))
         own = slice(group.rank * slices.size, group.rank * slices.size + slices.num_valid)

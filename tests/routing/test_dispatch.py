@@ -101,7 +101,7 @@ def run_case(group: RankGroup, case: Case) -> Outcome:
     dispatcher = make_dispatcher(case.backend, group, ExpertMap.make(case.placement, group.rank))
     capacity = max(case.num_tokens) + case.spare_capacity
     own = list(case.placement[group.rank])
-    group.bytes_sent = 0
+    group.log.clear()
     first, counts = through(dispatcher, case, group.rank, own, capacity)
     bytes_sent = group.bytes_sent
     second, _ = through(dispatcher, case, group.rank, own, capacity)
