@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from moe_serve.messages import (
     AddRequest,
+    CommTotal,
     EngineCall,
     EngineReady,
     EngineStats,
@@ -23,6 +24,7 @@ class EngineClient(Protocol):
     - `info`: set once the status is "ready".
     - `stats`: of the newest step; `on_stats` is called with those of every step.
     - `experts`: of the newest collection of counts; None before the first.
+    - `communication`: as told last, every few steps; empty where one rank is the whole engine.
     - `failure`: why the engine is dead.
     """
 
@@ -39,6 +41,9 @@ class EngineClient(Protocol):
 
     @property
     def experts(self) -> ExpertStats | None: ...
+
+    @property
+    def communication(self) -> list[CommTotal]: ...
 
     @property
     def failure(self) -> str | None: ...

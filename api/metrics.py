@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moe_serve.api.comm_metrics import CommCollector
 from moe_serve.api.engine import EngineClient
 from moe_serve.api.expert_metrics import ExpertCollector
 from moe_serve.messages import EngineStats, RequestUpdate
@@ -79,6 +80,7 @@ class ApiMetrics:
         )
         self.registry.register(_EngineCollector(engine, prefix, self._labels))
         self.registry.register(ExpertCollector(engine, prefix, self._labels))
+        self.registry.register(CommCollector(engine, prefix, self._labels))
 
     def observe_step(self, stats: EngineStats) -> None:
         """To be called with the stats of every engine step."""

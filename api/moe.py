@@ -1,4 +1,4 @@
-"""Experts: their load, the report on it, their placement, rebalancing and recordings.
+"""Experts: their load, the report on it, what ranks move, placement, rebalancing, recordings.
 
 Routes that change the server want the admin key, where there is one: see `auth`.
 """
@@ -20,7 +20,14 @@ from moe_serve.api.schemas.common import RequestModel
 from moe_serve.api.schemas.moe import DumpRequest, RebalanceRequest, RecordRequest
 from moe_serve.api.ticket import Ticket
 from moe_serve.errors import DrainingError, MoeServeError, RequestError
-from moe_serve.messages import EngineCall, LoadCall, PlacementCall, RebalanceCall, RecordCall
+from moe_serve.messages import (
+    CommunicationCall,
+    EngineCall,
+    LoadCall,
+    PlacementCall,
+    RebalanceCall,
+    RecordCall,
+)
 
 router = APIRouter()
 
@@ -47,6 +54,15 @@ async def report(request: Request) -> Response:
     # Off the loop, which streams to others meanwhile: a balancer runs for it.
     text = await asyncio.to_thread(_make_report, values, phase, kind)
     return HTMLResponse(text) if isinstance(text, str) else json_response(text)
+
+
+@router.get("/v1/moe/communication")
+async def communication(request: Request) -> Response:
+    """What the ranks moved between each other since the start: calls, bytes and times of each
+    collective by the size of its messages, for each rank and group.
+    """
+    body = await _call(request, lambda call_id: CommunicationCall(call_id=call_id))
+    return json_response(body | {"model": Ticket.of(request).state.model_names[0]})
 
 
 @router.get("/v1/moe/placement")

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from moe_serve.errors import RequestError
 from moe_serve.executor import Executor
 from moe_serve.expert_service import ExpertService
-from moe_serve.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, RequestUpdate
+from moe_serve.messages import (
+    AddRequest,
+    CommTotal,
+    EngineOutputs,
+    EngineReady,
+    EngineStats,
+    RequestUpdate,
+)
+from moe_serve.reports import communication
 from moe_serve.sampling_params import check_token_ids
 from moe_serve.scheduler import Scheduler
 
 # Without requests, between two looks at experts that are on their way.
 BUSY_MS = 5
+# Between two times that totals of communication are told, unless there is nothing left to do.
+TELL_STEPS = 32
 
 
 class Engine:
@@ -31,6 +42,7 @@ class Engine:
         self.experts = experts
         self.info = info
         self.max_logprobs = max_logprobs
+        self._steps_untold = 0
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +87,24 @@ class Engine:
             for request_id, error in outcome.failures.items():
                 updates.append(self.scheduler.fail(request_id, error))
             updates += self.scheduler.update(plan, outcome.results)
-        return EngineOutputs(updates=updates, stats=self.stats, experts=self.experts.take_stats())
+            self._steps_untold += 1
+        return EngineOutputs(
+            updates=updates,
+            stats=self.stats,
+            experts=self.experts.take_stats(),
+            communication=self._take_communication(),
+        )
+
+    def communication(self) -> dict[str, Any]:
+        """What the ranks have moved so far: see `reports.communication`."""
+        return communication.build(self.executor.read_communication())
+
+    def _take_communication(self) -> list[CommTotal] | None:
+        is_due = self._steps_untold >= TELL_STEPS or not self.has_work
+        if self.info.num_ranks == 1 or not self._steps_untold or not is_due:
+            return None
+        self._steps_untold = 0
+        return communication.totals(self.executor.runner.communication())
 
     def close(self) -> None:
         """End the other ranks, if any."""

@@ -26,6 +26,7 @@ from moe_serve.messages import (
     AbortRequests,
     AddRequest,
     CallAnswer,
+    CommTotal,
     EngineCall,
     EngineFailed,
     EngineOutputs,
@@ -60,6 +61,7 @@ class EngineClient:
         self.info: EngineReady | None = None
         self.stats = EngineStats()
         self.experts: ExpertStats | None = None
+        self.communication: list[CommTotal] = []
         self.failure: str | None = None
         self.failed_by_config = False
         self.changed = asyncio.Event()
@@ -194,6 +196,7 @@ class EngineClient:
             if isinstance(message, EngineOutputs):
                 self.stats = message.stats
                 self.experts = message.experts or self.experts
+                self.communication = message.communication or self.communication
                 if self.on_stats is not None:
                     self.on_stats(message.stats)
                 for update in message.updates:

@@ -22,7 +22,15 @@ from moe_serve.errors import CheckpointError, ConfigError, MoeServeError, Reques
 from moe_serve.heartbeat import LossWatch, beating
 from moe_serve.lifeline import end_with_parent
 from moe_serve.logs import set_up
-from moe_serve.messages import AbortRequests, AddRequest, EngineFailed, Shutdown, ToEngine
+from moe_serve.messages import (
+    AbortRequests,
+    AddRequest,
+    CallAnswer,
+    CommunicationCall,
+    EngineFailed,
+    Shutdown,
+    ToEngine,
+)
 from moe_serve.parallel.degrees import RankSeat, read_seat
 from moe_serve.rank_links import CAUSE_SECONDS, LINGER_MS
 
@@ -91,6 +99,8 @@ class _Process:
                 self._send(engine.refusal(message, error))
         elif isinstance(message, AbortRequests):
             engine.abort(message.request_ids)
+        elif isinstance(message, CommunicationCall):
+            self._send(CallAnswer(call_id=message.call_id, body=engine.communication()))
         elif not isinstance(message, Shutdown):
             engine.experts.call(message)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from moe_serve.decode_graphs import cuda_capture
 from moe_serve.experts.load import LoadCounts
 from moe_serve.model_runner import ModelRunner, StepResult
+from moe_serve.parallel.comm_log import GroupCommunication
 from moe_serve.step import StepPlan
 
 
@@ -22,8 +23,11 @@ class Executor(Protocol):
     def read_load(self) -> LoadCounts:
         """What was counted so far on all ranks."""
 
+    def read_communication(self) -> list[list[GroupCommunication]]:
+        """What was moved so far, by rank and group of its; no groups where there is one rank."""
+
     def forget_warm_up(self, num_blocks: int) -> None:
-        """Wipe the load and the first blocks of each pool."""
+        """Wipe the load, what was noted of communication, and the first blocks of each pool."""
 
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> Iterator[float]:
         """Make decode steps cheaper to launch, where that can be; yields the share that is done."""
@@ -47,6 +51,9 @@ class LocalExecutor:
 
     def read_load(self) -> LoadCounts:
         return self.runner.load.read()
+
+    def read_communication(self) -> list[list[GroupCommunication]]:
+        return [self.runner.communication()]
 
     def forget_warm_up(self, num_blocks: int) -> None:
         self.runner.forget_warm_up(num_blocks)

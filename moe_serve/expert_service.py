@@ -21,7 +21,7 @@ from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import Ints
 from moe_serve.messages import (
     CallAnswer,
-    EngineCall,
+    ExpertCall,
     ExpertStats,
     LoadCall,
     PlacementCall,
@@ -127,7 +127,7 @@ class ExpertService:
         answers, self._answers = self._answers, []
         return answers
 
-    def call(self, message: EngineCall) -> None:
+    def call(self, message: ExpertCall) -> None:
         """Its answer is among those of `take_answers`, at once or later."""
         try:
             if not self.monitor.num_experts:

@@ -46,6 +46,13 @@ class LoadCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationCall:
+    """What the ranks have moved so far: a document, see `reports.communication`."""
+
+    call_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCall:
     """Where the experts lie: a placement document, see `experts.files.placement_files`.
 
@@ -174,12 +181,26 @@ class ExpertStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommTotal:
+    """Of rank 0 since the start: calls of one operation in one of its groups, what left it for
+    other ranks, and how long it waited (None on a GPU, where calls do not wait).
+    """
+
+    group: str
+    operation: str
+    calls: int
+    bytes_sent: int
+    seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutputs:
-    """`experts`: only where they were counted anew."""
+    """`experts`, `communication`: only where they were counted anew."""
 
     updates: list[RequestUpdate]
     stats: EngineStats
     experts: ExpertStats | None = None
+    communication: list[CommTotal] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +258,7 @@ class EngineFailed:
     is_config: bool = False
 
 
-EngineCall = LoadCall | PlacementCall | RebalanceCall | RecordCall
+ExpertCall = LoadCall | PlacementCall | RebalanceCall | RecordCall
+EngineCall = ExpertCall | CommunicationCall
 ToEngine = AddRequest | AbortRequests | EngineCall | Shutdown
 FromEngine = EngineReady | EngineOutputs | CallAnswer | EngineFailed

@@ -15,6 +15,7 @@ from moe_serve.experts.load import ExpertLoad
 from moe_serve.logprobs import prompt_logprobs
 from moe_serve.messages import TokenLogprobs
 from moe_serve.models.decoder import Decoder
+from moe_serve.parallel.comm_log import GroupCommunication
 from moe_serve.route_capture import RouteCapture
 from moe_serve.sampler import Sampler, SamplingRow
 from moe_serve.step import Chunk, ChunkResult, SampledToken, StepPlan
@@ -122,11 +123,21 @@ class ModelRunner:
         return hidden_TD, None if capture is None else capture.collect()
 
     def forget_warm_up(self, num_blocks: int) -> None:
-        """Wipe what steps so far left in the load counters and in the pool's first blocks."""
+        """Wipe what steps so far left in the load counters, in the groups' logs and in the pool's
+        first blocks.
+        """
         self.load.clear()
+        self.model.ranks.lane.log.clear()
+        self.model.ranks.experts.log.clear()
         for kv in self.pool:
             kv.keys_BsNh[:num_blocks].zero_()
             kv.values_BsNh[:num_blocks].zero_()
+
+    def communication(self) -> list[GroupCommunication]:
+        """What this rank's groups have moved; nothing where it is alone."""
+        ranks = self.model.ranks
+        groups = {"lane": ranks.lane, "experts": ranks.experts}
+        return [group.communication(name) for name, group in groups.items() if group.size > 1]
 
     def _sample(
         self, plan: StepPlan, hidden_TD: torch.Tensor, starts: list[int]

@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks of an engine tell each other, beside tensors.
 
 To a rank: `FitPool` and `MakePool` once, then `StepMessage` (of `step_codec`), `ReadLoad`,
-`ForgetWarmUp` and what moves experts, in any order, `Shutdown` at the end.
+`ReadCommunication`, `ForgetWarmUp` and what moves experts, in any order, `Shutdown` at the end.
 From a rank: `RankHello`, `LoadProgress`, `RankLoaded`, `PoolFits`, `RankReady`, then `LaneResult` a
 step from a lane's leader, and answers to what was asked; or `RankFailed` and the end.
 
@@ -15,6 +15,7 @@ import dataclasses
 
 from moe_serve.experts.moving.migration import ExpertCopy
 from moe_serve.messages import Shutdown
+from moe_serve.parallel.comm_log import GroupCommunication
 from moe_serve.step import ChunkResult
 from moe_serve.step_codec import StepMessage
 
@@ -95,6 +96,18 @@ class RankLoad:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCommunication:
+    """Answered with `RankCommunication`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommunication:
+    """What this rank has moved, by group."""
+
+    groups: list[GroupCommunication]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetWarmUp:
     """Wipe what the warm-up left behind, in that many blocks."""
 
@@ -170,6 +183,7 @@ ToRank = (
     | ExpertAddresses
     | StepMessage
     | ReadLoad
+    | ReadCommunication
     | ForgetWarmUp
     | StageExperts
     | ReadStaging
@@ -186,6 +200,7 @@ FromRank = (
     | RankReady
     | LaneResult
     | RankLoad
+    | RankCommunication
     | Staging
     | Checksums
     | RankFailed

@@ -23,11 +23,13 @@ from moe_serve.rank_messages import (
     LoadProgress,
     MakePool,
     PoolFits,
+    RankCommunication,
     RankFailed,
     RankLoad,
     RankLoaded,
     RankReady,
     ReadChecksums,
+    ReadCommunication,
     ReadLoad,
     ReadStaging,
     StageExperts,
@@ -114,6 +116,8 @@ def _work(link: LeaderLink, runner: ModelRunner, experts: RankExperts | None) ->
             runner.forget_warm_up(message.num_blocks)
         elif isinstance(message, ReadLoad):
             link.send(RankLoad(counts=runner.load.read().to_bytes()))
+        elif isinstance(message, ReadCommunication):
+            link.send(RankCommunication(groups=runner.communication()))
         else:
             assert experts is not None
             _move(link, experts, message)

@@ -11,6 +11,7 @@ from moe_serve.experts.moving.migration import Copies
 from moe_serve.experts.placement import Placement
 from moe_serve.load_display import LoadDisplay
 from moe_serve.model_runner import ModelRunner, StepResult
+from moe_serve.parallel.comm_log import GroupCommunication
 from moe_serve.parallel.layout import RankLayout
 from moe_serve.parallel.world import World, join, leave
 from moe_serve.rank_experts import RankExperts
@@ -25,10 +26,12 @@ from moe_serve.rank_messages import (
     LaneResult,
     MakePool,
     PoolFits,
+    RankCommunication,
     RankLoad,
     RankLoaded,
     RankReady,
     ReadChecksums,
+    ReadCommunication,
     ReadLoad,
     ReadStaging,
     StageExperts,
@@ -97,6 +100,13 @@ class RankedExecutor:
         shape = own.counts_LCE.shape
         others = [LoadCounts.from_bytes(answer.counts, shape) for answer in answers]
         return LoadCounts.join([own, *others])
+
+    def read_communication(self) -> list[list[GroupCommunication]]:
+        with self._wholly():
+            self._links.send_all(ReadCommunication())
+            own = self.runner.communication()
+            answers = self._links.receive_all(RankCommunication)
+        return [own, *(answer.groups for answer in answers)]
 
     def forget_warm_up(self, num_blocks: int) -> None:
         with self._wholly():

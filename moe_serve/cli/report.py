@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_serve.cli.client import ask
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, RecordingError
 from moe_serve.option_parser import OptionParser, closest
 from moe_serve.options import variable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moe_serve.experts.recording import LoadRecording
 
 PHASES = ("all", "prefill", "decode", "recomputed")
 LOAD_PATH = "/v1/moe/load"
+COMMUNICATION_PATH = "/v1/moe/communication"
 _EPILOG = """\
 A FILE is a recorded load (.json or .npz of this server, SGLang's .pt dump, or .json with "counts"),
 or recorded routes (.npz). Several are taken together, as windows of one recording; to compare two,
@@ -30,6 +33,8 @@ give the earlier one as --baseline. Only files of this server can tell where exp
 def run(argv: Sequence[str], *, prog: str) -> int:
     """Print the report, or write it; returns the exit code."""
     options = _parser(prog).parse(argv)
+    if options.communication:
+        return _communication(options)
     num_ranks, num_redundant = _ranks(options)
     if options.phase not in PHASES:
         advice = closest(options.phase, PHASES)
@@ -75,7 +80,36 @@ def _parser(prog: str) -> OptionParser:
     add("--top-k", "N", "experts per token, for a file that does not tell")
     parser.add_to_group("options", "--json", action="store_true", help="print the report as JSON")
     add("--html", "OUT", "write the report as one page, for a browser")
+    parser.add_to_group(
+        "options", "--communication", action="store_true",
+        help="with --url: report on what its ranks move between each other instead",
+    )  # fmt: skip
     return parser
+
+
+def _communication(options: argparse.Namespace) -> int:
+    given = {
+        "a FILE": bool(options.files),
+        "--phase": options.phase != "all",
+        **{f"--{name.replace('_', '-')}": getattr(options, name) is not None for name in (
+            "baseline", "ranks", "redundant", "top_k", "html")},
+    }  # fmt: skip
+    extra = [name for name, is_given in given.items() if is_given]
+    if extra:
+        raise ConfigError(f"{extra[0]} has no effect with --communication")
+    if options.url is None:
+        raise ConfigError("--communication needs --url of a running server")
+    api_key = options.api_key or os.environ.get(variable("api_key"))
+    report = ask(options.url, COMMUNICATION_PATH, api_key)
+    if not isinstance(report, dict) or not {"summary", "ranks", "model"} <= report.keys():
+        raise RecordingError(f"{options.url} sends no report on communication")
+    if options.json:
+        print(json.dumps(report, allow_nan=False))
+        return 0
+    from moe_serve.reports.communication_terminal import print_communication
+
+    print_communication(report, _console())
+    return 0
 
 
 def _ranks(options: argparse.Namespace) -> tuple[int | None, int]:
@@ -150,11 +184,15 @@ def _write_page(report: dict[str, Any], file: str) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from moe_serve.reports.terminal import print_report
+
+    print_report(report, _console())
+
+
+def _console() -> Console:
+    from rich.console import Console
 
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=120)
-    print_report(report, console)
+    return console

@@ -26,6 +26,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.errors import EngineDeadError
 from moe_serve.messages import (
     AddRequest,
+    CommTotal,
     EngineCall,
     EngineReady,
     EngineStats,
@@ -88,6 +89,7 @@ class FakeEngine:
         self.info: EngineReady | None = ready()
         self.stats = EngineStats()
         self.experts: ExpertStats | None = None
+        self.communication: list[CommTotal] = []
         # What `call` was asked, and what it answers: a body, or an error to raise.
         self.calls: list[EngineCall] = []
         self.answer_of_call: Callable[[EngineCall], dict[str, Any]] = lambda message: {}

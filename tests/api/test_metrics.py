@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.messages import ExpertStats
+from moe_serve.messages import CommTotal, ExpertStats
 
 HISTOGRAMS = [
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -121,6 +121,28 @@ def test_experts_have_few_metrics_under_known_names(serve: Any, prefix: str) -> 
     text = server.http.get("/metrics").text
     assert f"# TYPE {prefix}:eplb_tokens_per_rank_total counter" in text
     assert f"# TYPE {prefix}:eplb_balancedness gauge" in text
+
+
+def test_communication_is_counted_by_group_and_operation(serve: Any) -> None:
+    server = serve()
+    assert ":comm_" not in server.http.get("/metrics").text
+    server.engine.communication = [
+        CommTotal(group="lane", operation="gather", calls=3, bytes_sent=2**40, seconds=1.5),
+        CommTotal(group="experts", operation="gather", calls=2, bytes_sent=7, seconds=None),
+    ]
+    samples = [
+        (sample.name, sample.labels["group"], sample.labels["operation"], sample.value)
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
+        for sample in family.samples
+        if ":comm_" in sample.name
+    ]
+    assert samples == [
+        ("moe_serve:comm_calls_total", "lane", "gather", 3),
+        ("moe_serve:comm_calls_total", "experts", "gather", 2),
+        ("moe_serve:comm_bytes_sent_total", "lane", "gather", 2**40),
+        ("moe_serve:comm_bytes_sent_total", "experts", "gather", 7),
+        ("moe_serve:comm_seconds_total", "lane", "gather", 1.5),
+    ]
 
 
 def test_ranks_are_down_when_the_engine_is(serve: Any) -> None:

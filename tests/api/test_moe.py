@@ -18,7 +18,13 @@ from moe_serve.experts.files.load_files import from_json, to_json
 from moe_serve.experts.files.placement_files import placement_values
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.recording import LoadRecording
-from moe_serve.messages import LoadCall, PlacementCall, RebalanceCall, RecordCall
+from moe_serve.messages import (
+    CommunicationCall,
+    LoadCall,
+    PlacementCall,
+    RebalanceCall,
+    RecordCall,
+)
 
 PLACEMENT = Placement.make(3, 7, 2, num_redundant=3)
 START, STOP, DUMP = (f"/v1/moe/record/{action}" for action in ("start", "stop", "dump"))
@@ -105,6 +111,14 @@ def test_a_server_without_traffic_has_a_report_too(scripted: Any) -> None:
         body = scripted.strict_json(scripted.http.get(f"/v1/moe/report{query}"))
         assert body["tokens"]["total"] == 0
     assert scripted.http.get("/v1/moe/report?format=html").status_code == 200
+
+
+def test_communication_is_told_with_the_served_name(scripted: Any) -> None:
+    document = {"num_ranks": 1, "summary": ["There is one rank."], "ranks": []}
+    scripted.engine.answer_of_call = lambda message: document
+    body = scripted.strict_json(scripted.http.get("/v1/moe/communication"))
+    assert body == document | {"model": "tiny"}
+    assert [type(call) for call in scripted.engine.calls] == [CommunicationCall]
 
 
 @pytest.mark.parametrize("query", ["", "?verify=false", "?verify=true"])

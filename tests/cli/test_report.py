@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import http.server
 import io
@@ -20,6 +21,8 @@ from moe_serve.experts.files.load_files import to_json, write_load
 from moe_serve.experts.files.route_files import write_routes
 from moe_serve.experts.placement import Placement
 from moe_serve.experts.step_cost import StepCost
+from moe_serve.parallel.comm_log import CommRow, GroupCommunication
+from moe_serve.reports.communication import build as build_communication
 from moe_serve.reports.page import render_page
 from moe_serve.reports.terminal import print_report
 from tests.experts.recordings import make_recording, random_routes
@@ -32,6 +35,19 @@ LOAD = make_recording(
     seconds_W=np.array([1.0]),
     cost=COST,
 )
+
+
+ROW = CommRow(
+    operation="all_gather", least_bytes=2**20, calls=4, message_bytes=4 * 2**20,
+    bytes_sent=3 * 2**19, seconds=2.0, longest_seconds=1.5,
+)  # fmt: skip
+UNTIMED = dataclasses.replace(ROW, seconds=None, longest_seconds=None)
+COMMUNICATION = build_communication(
+    [
+        [GroupCommunication(group="experts", backend="gloo", size=2, rows=[row])]
+        for row in (ROW, UNTIMED)
+    ]
+) | {"model": "tiny"}
 
 
 @pytest.fixture
@@ -106,6 +122,12 @@ def test_routes_and_dumps_are_loads_too(tmp_path: Path, capsys: pytest.CaptureFi
         (["FILE", "--baseline", "gone.json"], "gone.json cannot be read: No such file"),
         (["FILE", "--html", "gone/page.html"], "--html gone/page.html cannot be written"),
         (["gone.json"], "gone.json cannot be read"),
+        (["--communication"], "--communication needs --url"),
+        (["FILE", "--communication"], "a FILE has no effect with --communication"),
+        (
+            ["--communication", "--url", "http://localhost", "--top-k", "2"],
+            "--top-k has no effect with --communication",
+        ),
         (["--url", "localhost:8000"], "--url localhost:8000 must begin with http://"),
         (["--url", "http://localhost", "--top-k", "2"], "--top-k has no effect with --url"),
     ],
@@ -124,6 +146,8 @@ class Server(http.server.BaseHTTPRequestHandler):
         is_known = self.headers["Authorization"] == "Bearer secret"
         answers = {
             "/v1/moe/load": (200, json.dumps(to_json(LOAD))),
+            "/v1/moe/communication": (200, json.dumps(COMMUNICATION)),
+            "/other/v1/moe/communication": (200, "[]"),
             "/html/v1/moe/load": (200, "<html>"),
             "/other/v1/moe/load": (200, "[]"),
             "/no-moe/v1/moe/load": (404, '{"error": {"message": "tiny has no MoE\\nlayers"}}'),
@@ -168,6 +192,22 @@ def test_answers_that_are_no_load(
     server: str, capsys: pytest.CaptureFixture[str], path: str, key: str, code: int, message: str
 ) -> None:
     assert message in refusal(capsys, "--url", server + path, "--api-key", key, code=code)
+
+
+def test_communication_is_asked_for_and_shown(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--communication", "--url", server, "--api-key", "secret"]
+    assert report_of(capsys, *argv) == COMMUNICATION
+    assert main(["report", *argv]) == 0
+    text = capsys.readouterr().out
+    assert "Communication of tiny" in text
+    assert "experts: 2 ranks by gloo, 4 calls a rank, 3.0 MiB sent by all ranks" in text
+    # A mean of 0.5 s for each of 4 messages of 1 MiB; those of two ranks are gathered.
+    assert re.search(r"0 +experts +all_gather +1 MiB +4 +1\.5 +500,000 +1,500,000 +2 ", text)
+    assert re.search(r"1 +experts +all_gather +1 MiB +4 +1\.5 +- +- +- ", text)
+    other = refusal(capsys, *argv[:2], f"{server}/other", *argv[3:])
+    assert "sends no report on communication" in other
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

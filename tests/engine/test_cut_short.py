@@ -37,12 +37,14 @@ class Interrupted:
         raise KeyboardInterrupt
 
     run = read = stage = staging = switch = drop_staged = checksums = forget_warm_up = _interrupt
+    communication = _interrupt
 
 
 PLACEMENT = Placement.make(1, 4, 2)
 EXCHANGES: dict[str, Callable[[RankedExecutor], Any]] = {
     "a step": lambda ranks: ranks.run(StepPlan(chunks=())),
     "counts": lambda ranks: ranks.read_load(),
+    "communication": lambda ranks: ranks.read_communication(),
     "the end of a warm-up": lambda ranks: ranks.forget_warm_up(1),
     "a start": lambda ranks: ranks.stage(((), ()), 1.0),
     "a question how far it is": lambda ranks: ranks.staging(),

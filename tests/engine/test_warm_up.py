@@ -42,6 +42,11 @@ def test_nothing_is_left_of_the_warm_up(
     assert isinstance(engine.executor, LocalExecutor)
     assert steps == [33, 17, 33]
     assert not engine.executor.read_load().counts_LCE.any()
+    assert engine.communication() == {
+        "num_ranks": 1,
+        "summary": ["There is one rank, which has nobody to send to."],
+        "ranks": [{"rank": 0, "groups": []}],
+    }
     for kv in engine.executor.runner.pool:
         assert not kv.keys_BsNh.any() and not kv.values_BsNh.any()
     engine.close()

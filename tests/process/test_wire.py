@@ -16,6 +16,8 @@ from moe_serve.messages import (
     AbortRequests,
     AddRequest,
     CallAnswer,
+    CommTotal,
+    CommunicationCall,
     EngineFailed,
     EngineOutputs,
     EngineReady,
@@ -29,6 +31,7 @@ from moe_serve.messages import (
     Shutdown,
     TokenLogprobs,
 )
+from moe_serve.parallel.comm_log import CommRow, GroupCommunication
 from moe_serve.rank_messages import (
     Checksums,
     DropStaged,
@@ -40,12 +43,14 @@ from moe_serve.rank_messages import (
     LoadProgress,
     MakePool,
     PoolFits,
+    RankCommunication,
     RankFailed,
     RankHello,
     RankLoad,
     RankLoaded,
     RankReady,
     ReadChecksums,
+    ReadCommunication,
     ReadLoad,
     ReadStaging,
     StageExperts,
@@ -98,6 +103,10 @@ RESULT = LaneResult(
     ],
     failures=[LaneFailure(request_id="a", message="no token", is_client_fault=True)],
 )
+ROW = CommRow(
+    operation="all_to_all", least_bytes=2**30, calls=3, message_bytes=2**32, bytes_sent=2**31,
+    seconds=1.5, longest_seconds=1.25,
+)  # fmt: skip
 MESSAGES: list[wire.Message] = [
     AddRequest(
         request_id="a",
@@ -108,6 +117,7 @@ MESSAGES: list[wire.Message] = [
     ),
     AbortRequests(request_ids=["a", "b"]),
     LoadCall(call_id=1),
+    CommunicationCall(call_id=5),
     PlacementCall(call_id=2, verify=True),
     RebalanceCall(call_id=3, slots=[[0, 1], [1, 0]], max_moves=4),
     RecordCall(call_id=4, action="start", mode="routes", window=7, style="pt"),
@@ -135,6 +145,9 @@ MESSAGES: list[wire.Message] = [
             rows_of_ranks=[2**40, 3],
             rebalances={"done": 2},
         ),
+        communication=[
+            CommTotal(group="lane", operation="gather", calls=1, bytes_sent=0, seconds=None)
+        ],
     ),
     CallAnswer(call_id=1, body={"a": [[1, 2.5], None], "b": {"c": "d"}}),
     CallAnswer(call_id=1, error="why", is_client_fault=True),
@@ -151,6 +164,10 @@ MESSAGES: list[wire.Message] = [
     RESULT,
     ReadLoad(),
     RankLoad(counts=b"\x01\x00"),
+    ReadCommunication(),
+    RankCommunication(
+        groups=[GroupCommunication(group="experts", backend="gloo", size=2, rows=[ROW])]
+    ),
     ForgetWarmUp(num_blocks=4),
     StageExperts(copies=[ExpertCopy(0, 1, 2, 3)], timeout=1.5),
     ReadStaging(),

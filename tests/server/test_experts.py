@@ -166,6 +166,33 @@ def test_the_load_its_report_and_its_metrics_tell_of_all_traffic(server: Any) ->
     assert len(metrics) < 30
 
 
+def test_communication_is_told_of_both_ranks_and_counted(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete(server)
+    report = server.client.get("/v1/moe/communication").json()
+    assert (report["model"], report["num_ranks"]) == ("stories-moe", 2)
+    groups = [[group["group"] for group in rank["groups"]] for rank in report["ranks"]]
+    assert groups == [["lane", "experts"], ["lane", "experts"]]
+    of_ranks = [
+        {
+            (group["group"], row["operation"], row["least_bytes"]): row["calls"]
+            for group in rank["groups"]
+            for row in group["operations"]
+            if row["seconds"] > 0 and row["calls"] > 0
+        }
+        for rank in report["ranks"]
+    ]
+    # Messages of all-to-alls are as long as the routing makes them; all else is alike everywhere.
+    own, other = ({key for key in calls if key[1] != "all_to_all"} for calls in of_ranks)
+    assert own == other != set()
+    text = server.client.get("/metrics").text
+    counted = re.findall(r"^moe_serve:comm_calls_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert sum(map(float, counted)) == sum(of_ranks[0].values())
+    assert main(["report", "--communication", "--url", str(server.client.base_url)]) == 0
+    assert "lane: 2 ranks by" in capsys.readouterr().out
+
+
 def test_recorded_counts_are_those_of_the_traffic(server: Any, folder: Path) -> None:
     complete(server)
     assert post(server, "record/start", window=7) == {"is_recording": True}
