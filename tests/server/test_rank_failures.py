@@ -180,7 +180,8 @@ def test_without_restarts_a_dead_rank_is_the_end(
     wait_ends(streams, ENDED_SECONDS)
     for stream in streams:
         check_end(stream, expected)
-        assert stream.refusal or (stream.error and "rank 1" in stream.error["message"])
+        # The first ones may be done before the last ones are on their way.
+        assert stream.error is None or "rank 1" in stream.error["message"]
     assert any(stream.error for stream in streams)
     assert server.process.wait(ENDED_SECONDS) == 1
     server.check_gone()
