@@ -30,6 +30,8 @@
 
 constexpr uint64_t MAGIC = 0x316d68735f656f6dull;  // "moe_shm1"
 constexpr int MOST_RANKS = 64;
+// What rounds are counted from: so that an overflow is met at once, and not after weeks.
+constexpr uint32_t FIRST_ROUND = 0u - 32;
 // Two lines: processors fetch them in pairs.
 constexpr size_t LINES = 128;
 constexpr size_t PAGE = 4096;

@@ -22,7 +22,9 @@ int run(Group* group, Work work) {
   }
 }
 
-void write_header(Header* header, int size, size_t slot_bytes, uint64_t token) {
+void write_header(char* base, int size, size_t slot_bytes, uint64_t token) {
+  for (int i = 0; i < size; i++) reinterpret_cast<Member*>(base + PAGE)[i].posted = FIRST_ROUND;
+  Header* header = reinterpret_cast<Header*>(base);
   header->token = token;
   header->total_bytes = segment_bytes(size, slot_bytes);
   header->slot_bytes = slot_bytes;
@@ -66,7 +68,7 @@ EXPORT Group* moe_serve_shm_open(
   }
   // A child of fork has nothing to do with it.
   madvise(base, bytes, MADV_DONTFORK);
-  if (rank == 0) write_header(static_cast<Header*>(base), size, slot_bytes, token);
+  if (rank == 0) write_header(static_cast<char*>(base), size, slot_bytes, token);
   const char* found = find_fault(*static_cast<Header*>(base), size, slot_bytes, token);
   if (found) {
     munmap(base, bytes);

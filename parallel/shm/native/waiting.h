@@ -66,7 +66,7 @@ struct Group {
   pid_t process = 0;
   size_t slot_bytes = 0;
   int64_t timeout_nanoseconds = 0;
-  uint32_t round = 0;
+  uint32_t round = FIRST_ROUND;
   Failure failure;
   // Of a mismatch.
   Call theirs{};
