@@ -156,10 +156,19 @@ def _quiet_transformers() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What two test processes share: files stay whole, for their fixtures; tests that start
-    processes of their own run one after the other, as alone as they can be.
+    """What two test processes share: files stay whole, for their fixtures; servers run one after
+    the other, and so do ranks. They begin first, since they take longest.
     """
     if config.pluginmanager.hasplugin("xdist"):
+        items.sort(key=lambda item: _GROUPS.index(_group(item)))
         for item in items:
-            is_dist = item.get_closest_marker("dist") is not None
-            item.add_marker(pytest.mark.xdist_group("dist" if is_dist else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(_group(item) or str(item.path)))
+
+
+_GROUPS = ("servers", "ranks", "")
+
+
+def _group(item: pytest.Item) -> str:
+    if item.path.parent.name == "server":
+        return "servers"
+    return "ranks" if item.get_closest_marker("dist") is not None else ""
