@@ -81,7 +81,7 @@ def anonymous_bytes() -> int:
 @pytest.mark.parametrize("num_ranks", [2, 6])
 def test_memory_does_not_grow_with_the_number_of_shards(tmp_path: Path, num_ranks: int) -> None:
     pytest.importorskip("deepspeed")
-    num_layers, rows, columns = 4, 1024, 384 * num_ranks
+    num_layers, rows, columns = 6, 1024, 256 * num_ranks
     step = tmp_path / "global_step1"
     step.mkdir()
     (tmp_path / "latest").write_text(step.name)
@@ -92,7 +92,7 @@ def test_memory_does_not_grow_with_the_number_of_shards(tmp_path: Path, num_rank
     }  # fmt: skip
     for rank in range(num_ranks):
         # The weights and Adam's two moments.
-        group, *moments = (torch.full((num_layers * rows * 384,), float(rank)) for _ in range(3))
+        group, *moments = (torch.full((num_layers * rows * 256,), float(rank)) for _ in range(3))
         states = {"zero_stage": 3, "partition_count": num_ranks, "fp32_flat_groups": [group],
                   "optimizer_state_dict": {"state": {0: {"moments": moments}}}}  # fmt: skip
         name = f"zero_pp_rank_{rank}_mp_rank_00"
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_the_number_of_shards(tmp_path: Path, num_rank
         assert tensor.nbytes == layer
         most = max(most, anonymous_bytes() - before)
         del tensor
-    # Far below 1.5 times a shard and a layer; all shards are num_ranks times as much.
-    assert most < layer + largest / 4
-    assert num_ranks * largest > 1.5 * largest + layer
-    assert whole_tensors(source)["model.layers.3.weight"][-1, -1] == num_ranks - 1
+    # One, and what the allocator may keep of the ones before.
+    assert most < 3 * layer
+    assert 3 * layer < min(num_layers * layer, 1.5 * largest + layer, num_ranks * largest)
+    assert whole_tensors(source)["model.layers.5.weight"][-1, -1] == num_ranks - 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_serve.deepspeed_checkpoint.library import deepspeed_module
 from moe_serve.deepspeed_checkpoint.source import open_deepspeed
 from tests.deepspeed.checks import (
     assert_same_bits,
@@ -72,6 +73,15 @@ def edit_optimizers(folder: Path, edit: Callable[[int, dict[str, Any]], None]) -
 def test_files_older_than_alignment(trainings: Trainings, copy: Copy) -> None:
     folder = copy("mixtral-zero2")
     edit_optimizers(folder, lambda _, states: states.pop("param_alignment_paddings"))
+    assert_same_bits(folder, trainings.truth("mixtral-zero2"))
+
+
+def test_the_scale_of_a_loss_in_fp16_is_data(trainings: Trainings, copy: Copy) -> None:
+    folder = copy("mixtral-zero2")
+    scaler = deepspeed_module("runtime.fp16.loss_scaler").DynamicLossScaler(
+        2.0**16, 1000, 1.0, 2, False, dtype=torch.half
+    )
+    edit_optimizers(folder, lambda _, states: states.update(loss_scaler=scaler))
     assert_same_bits(folder, trainings.truth("mixtral-zero2"))
 
 
