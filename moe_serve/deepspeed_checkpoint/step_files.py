@@ -79,6 +79,27 @@ def find_files(step: Path) -> list[ModelParallelFiles]:
                 f"{file}: a layout that is not read (known: mp_rank_*, zero_pp_rank_* and "
                 "layer_*_expert_* files; no pipeline stages)"
             )
+    _check_kinds(step, parted, models, optimizers, experts)
+    return [
+        ModelParallelFiles(
+            rank=rank,
+            is_parted=True in parted,
+            models=_in_order(step, f"model states of mp_rank_{rank:02d}", models[rank]),
+            optimizers=_in_order(step, f"optim states of mp_rank_{rank:02d}", optimizers.get(rank)),
+            experts=_checked_experts(step, experts.get(rank, {})),
+        )
+        for rank in sorted(models)
+    ]
+
+
+def _check_kinds(
+    step: Path,
+    parted: Mapping[bool, Path],
+    models: Mapping[int, object],
+    optimizers: Mapping[int, object],
+    experts: Mapping[int, object],
+) -> None:
+    """Of one training, with the same mp ranks in each kind of files."""
     if not models:
         raise CheckpointError(f"{step}: has no file *mp_rank_00_model_states.pt")
     if len(parted) > 1:
@@ -93,16 +114,6 @@ def find_files(step: Path) -> list[ModelParallelFiles]:
                 f"{sorted(models)}; expected the same"
             )
     _refuse_gaps(step, "mp_rank", models)
-    return [
-        ModelParallelFiles(
-            rank=rank,
-            is_parted=True in parted,
-            models=_in_order(step, f"model states of mp_rank_{rank:02d}", models[rank]),
-            optimizers=_in_order(step, f"optim states of mp_rank_{rank:02d}", optimizers.get(rank)),
-            experts=_checked_experts(step, experts.get(rank, {})),
-        )
-        for rank in sorted(models)
-    ]
 
 
 def _put(files: dict[int, Path], rank: int, file: Path) -> None:
