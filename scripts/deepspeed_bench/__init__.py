@@ -1,0 +1,1 @@
+"""Ours beside DeepSpeed's, on the same weights."""
