@@ -226,6 +226,8 @@ def fill(
         slot = others[name][index]
         _target(slot, parameters).copy_(part.mT if slot.is_transposed else part)
         advance(part.nbytes)
+        # Before the next one is put together.
+        del part
 
 
 def _target(slot: Slot, parameters: Mapping[str, Tensor]) -> Tensor:

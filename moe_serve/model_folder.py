@@ -56,7 +56,10 @@ def read_config(folder: Path) -> HFConfig:
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
-        raise CheckpointError(f"{folder}: has no {CONFIG_NAME}")
+        # DeepSpeed alone saves weights and nothing else.
+        hint = "; copy it there from the model that was trained, with the tokenizer"
+        is_trained = (folder / "latest").is_file()
+        raise CheckpointError(f"{folder}: has no {CONFIG_NAME}{hint if is_trained else ''}")
     # Before transformers sees it, which does not know every architecture's type either.
     find_family(_read_json(file).get("architectures"))
     try:

@@ -33,7 +33,7 @@ PURE = [
     "lane", "lane_choice", "step_codec", "rank_messages", "token_routes", "route_recorder",
     "parallel.degrees", "parallel.layout", "parallel.shard", "routing.traffic",
     "experts.placement", "experts.balance", "experts.recording", "experts.step_cost",
-    "experts.moving.migration",
+    "experts.moving.migration", "convert.shards",
 ]  # fmt: skip
 # All that is in there.
 PURE_FOLDERS = ["api", "experts/balancing", "experts/files", "experts/analysis"]

@@ -178,9 +178,12 @@ def test_flags_that_cannot_be(
 
 # Twice: says when a file has its first bytes, and then waits for the signal.
 _STUCK = """
-import sys, time
+import signal, sys, time
 from moe_serve.checkpoint import Checkpoint
 from moe_serve.cli import main
+
+# Where tests run in the background, it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 read = Checkpoint.read
 

@@ -105,7 +105,8 @@ def test_without_deepspeed_the_error_says_how_to_install_it(
 ) -> None:
     from moe_serve.parallel import deepspeed_collectives
 
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for name in ("deepspeed", "deepspeed.comm"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(ConfigError, match=r"pip install 'moe-serve\[deepspeed\]'"):
         deepspeed_collectives._open_comm("gloo")

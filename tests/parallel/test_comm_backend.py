@@ -127,7 +127,7 @@ def test_the_same_tokens_by_gloo_and_by_shared_memory(caplog: pytest.LogCaptureF
     for name in ("gloo", "shm"):
         caplog.clear()
         with (
-            caplog.at_level(logging.INFO),
+            caplog.at_level(logging.INFO, logger="moe_serve"),
             LLM("builtin", comm_backend=name, **options) as llm,
         ):
             results = llm.generate([[1, 2, 3], list(range(17)), [5] * 129], GREEDY)
