@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench_dispatch.py [--ranks 2,4] [--tokens 1,16,256] [--skew 0,1] ...
 
-Starts gloo ranks on this machine, one thread each; (auto) marks what `auto` takes. Bytes are per
+Starts ranks on this machine, one thread each; `--comm-backend` says how they exchange tensors;
 token, times per layer:
 
 - sent: bytes that left a rank for another. bound: each token's row once to every other rank with
@@ -41,8 +41,8 @@ from moe_serve.bench.processor import processor_name
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.placement import Placement
 from moe_serve.kernels.permute import permute
+from moe_serve.parallel.comm_backend import make_collectives
 from moe_serve.parallel.group import RankGroup
-from moe_serve.parallel.torch_collectives import TorchCollectives
 from moe_serve.routing.all_gather import AllGatherDispatcher
 from moe_serve.routing.all_to_all import AllToAllDispatcher
 from moe_serve.routing.dispatch import Dispatched, Dispatcher
@@ -254,12 +254,15 @@ def line(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def run_rank(rank: int, settings: Sequence[Setting], store: str) -> None:
+def run_rank(rank: int, settings: Sequence[Setting], store: str, backend: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=settings[0].num_ranks
     )
-    group = RankGroup(TorchCollectives(dist.group.WORLD))
+    hosts = ["here"] * settings[0].num_ranks
+    collectives, obstacle = make_collectives(backend, dist.group.WORLD, hosts, 60.0, "cpu")
+    assert obstacle is None, obstacle
+    group = RankGroup(collectives)
     with torch.inference_mode():
         for setting in settings:
             lines = measure(group, setting)
@@ -294,15 +297,17 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--comm-backend", choices=["gloo", "shm"], default="shm")
     args = parser.parse_args()
     print(f"{datetime.date.today()} · {processor_name()}, {os.cpu_count()} cores · Python "
-          f"{platform.python_version()}, torch {torch.__version__}, gloo, one thread a rank · "
-          f"`{shlex.join(['python', *sys.argv])}`\n")  # fmt: skip
+          f"{platform.python_version()}, torch {torch.__version__}, {args.comm_backend}, "
+          f"one thread a rank · `{shlex.join(['python', *sys.argv])}`\n")  # fmt: skip
     print(line(*COLUMNS))
     print("|" + "---|" * len(COLUMNS), flush=True)
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            run = list(settings_of(args, num_ranks)), f"{folder}/store"
+            store = f"{folder}/store"
+            run = list(settings_of(args, num_ranks)), store, args.comm_backend
             multiprocessing.spawn(run_rank, args=run, nprocs=num_ranks)
 
 
