@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/bench_dispatch.py [--ranks 2,4] [--tokens 1,16,256] [--skew 0,1] ...
 
-Starts ranks on this machine, one thread each; `--comm-backend` says how they exchange tensors;
-token, times per layer:
+Starts ranks on this machine, one thread each; `--comm-backend` says how they exchange tensors,
+and (auto) marks what `auto` takes. Bytes are per token, times per layer:
 
 - sent: bytes that left a rank for another. bound: each token's row once to every other rank with
   one of its experts, and one result row back for each (token, slot) computed elsewhere: what must
