@@ -23,6 +23,12 @@
 
 from __future__ import annotations
 
+# The end of an error's text, where the optional package is missing.
+INSTALL_DEEPSPEED = (
+    "pip install 'moe-serve[deepspeed]' (after torch: DS_BUILD_OPS=0 pip install "
+    "--no-build-isolation deepspeed)"
+)
+
 
 class MoeServeError(Exception):
     """Base of all errors in this file."""

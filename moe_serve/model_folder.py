@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
+from moe_serve.deepspeed_checkpoint.step_files import is_deepspeed
 from moe_serve.errors import CheckpointError
 from moe_serve.model_path import resolve_model
 from moe_serve.models.reading import HFConfig, token_ids
@@ -58,8 +59,9 @@ def read_config(folder: Path) -> HFConfig:
     if not file.is_file():
         # DeepSpeed alone saves weights and nothing else.
         hint = "; copy it there from the model that was trained, with the tokenizer"
-        is_trained = (folder / "latest").is_file()
-        raise CheckpointError(f"{folder}: has no {CONFIG_NAME}{hint if is_trained else ''}")
+        raise CheckpointError(
+            f"{folder}: has no {CONFIG_NAME}{hint if is_deepspeed(folder) else ''}"
+        )
     # Before transformers sees it, which does not know every architecture's type either.
     find_family(_read_json(file).get("architectures"))
     try:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from moe_serve.checkpoint import Checkpoint, TensorInfo
-from moe_serve.deepspeed_checkpoint.source import is_deepspeed, open_deepspeed
+from moe_serve.deepspeed_checkpoint.step_files import is_deepspeed
 from moe_serve.errors import CheckpointError
 from moe_serve.parallel.shard import Span
 
@@ -45,6 +45,9 @@ def open_tensors(folder: Path) -> TensorSource:
     has_safetensors = any(folder.glob("*.safetensors*"))
     if is_deepspeed(folder):
         if not has_safetensors:
+            # Only here: nothing of it is needed for other folders.
+            from moe_serve.deepspeed_checkpoint.source import open_deepspeed
+
             return open_deepspeed(folder)
         logger.info(
             "%s: has safetensors and a DeepSpeed checkpoint; the safetensors are read", folder

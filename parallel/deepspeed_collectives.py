@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.errors import ConfigError
+from moe_serve.errors import INSTALL_DEEPSPEED, ConfigError
 from moe_serve.parallel.torch_collectives import TorchCollectives
 
-_INSTALL = (
-    "pip install 'moe-serve[deepspeed]' "
-    "(after torch: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed)"
-)
 # DeepSpeed 0.19, ops/op_builder/cpu/comm.py.
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
@@ -40,20 +34,8 @@ class DeepSpeedCollectives(TorchCollectives):
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self._comm.all_gather_into_tensor(out, x, group=self._group)
 
-    def all_to_all(
-        self, out: Tensor, x: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
-    ) -> None:
-        self._comm.all_to_all_single(
-            out, x, list(receive_counts), list(send_counts), group=self._group
-        )
-
     def gather(self, parts: list[Tensor] | None, x: Tensor) -> None:
         self._comm.gather(x, parts, dst=self._first, group=self._group)
-
-    def _exchange(self, x: Tensor) -> Tensor:
-        parts = torch.empty_like(x)
-        self._comm.all_to_all_single(parts, x, group=self._group)
-        return parts.view(self.size, -1, *x.shape[1:])
 
 
 def _open_comm(backend: str) -> ModuleType:
@@ -64,7 +46,7 @@ def _open_comm(backend: str) -> ModuleType:
         comm = importlib.import_module("deepspeed.comm")
     except ImportError as error:
         raise ConfigError(
-            f"--comm-backend deepspeed needs DeepSpeed ({error}): {_INSTALL}"
+            f"--comm-backend deepspeed needs DeepSpeed ({error}): {INSTALL_DEEPSPEED}"
         ) from None
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     chosen = accelerator.communication_backend_name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ class TorchCollectives:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
+        # What exchanges rows; DeepSpeed's module of the same functions may stand here.
+        self._comm: Any = dist
         self.name: str = dist.get_backend(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -29,7 +32,8 @@ class TorchCollectives:
     def all_to_all(
         self, out: Tensor, x: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> None:
-        dist.all_to_all_single(out, x, list(receive_counts), list(send_counts), group=self._group)
+        counts = list(receive_counts), list(send_counts)
+        self._comm.all_to_all_single(out, x, *counts, group=self._group)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         # A library's ring adds each part in an order of its own.
@@ -56,7 +60,7 @@ class TorchCollectives:
     def _exchange(self, x: Tensor) -> Tensor:
         """[S * n, ...] -> [S, n, ...]: each rank's part for this one, in order of rank."""
         parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=self._group)
+        self._comm.all_to_all_single(parts, x, group=self._group)
         return parts.view(self.size, -1, *x.shape[1:])
 
 

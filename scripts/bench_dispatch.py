@@ -29,7 +29,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from moe_serve.bench.processor import processor_name
+from moe_serve.bench.rank_ruler import slowest_milliseconds
 from moe_serve.experts.bank import ExpertBank
 from moe_serve.experts.placement import Placement
 from moe_serve.kernels.permute import permute
@@ -57,7 +57,6 @@ COLUMNS = (
     "ranks", "skew", "tokens a rank", "path", "sent B", "bound B", "sent / bound",
     "bound B if ranks add", "exchange ms", "layer ms",
 )  # fmt: skip
-WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,15 +237,9 @@ def total(count: int) -> int:
 
 
 def medians(calls: Sequence[Callable[[], Tensor]], rounds: int) -> list[str]:
-    """Milliseconds of each call, in turns so that a slow minute meets all alike."""
-    seconds = torch.zeros(len(calls), WARMUP + rounds, dtype=torch.float64)
-    for turn, (index, call) in itertools.product(range(WARMUP + rounds), enumerate(calls)):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        seconds[index, turn] = time.perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    quartiles = [statistics.quantiles(row.tolist(), n=4) for row in seconds[:, WARMUP:] * 1e3]
+    """Milliseconds of each call."""
+    times = slowest_milliseconds(calls, rounds)
+    quartiles = [statistics.quantiles(row.tolist(), n=4) for row in times]
     return [f"{middle:.2f} [{low:.2f}, {high:.2f}]" for low, middle, high in quartiles]
 
 

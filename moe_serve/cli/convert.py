@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from moe_serve import logs
 from moe_serve.config import DTypeName, parse_bytes
@@ -96,9 +96,8 @@ def _config(options: argparse.Namespace) -> ConvertConfig:
 
 def _dtype(text: str) -> DTypeName:
     names = get_args(DTypeName)
-    for name in names:
-        if name == text:
-            return name  # type: ignore[no-any-return]
+    if text in names:
+        return cast(DTypeName, text)
     raise ConfigError(f"--dtype {text!r} must be one of {', '.join(names)}{closest(text, names)}")
 
 
@@ -111,7 +110,8 @@ def _max_shard_bytes(text: str) -> int:
 
 def _open_source(folder: Path, tag: str | None) -> TensorSource:
     """DeepSpeed's files before safetensors: they hold what the optimizer does, in full."""
-    from moe_serve.deepspeed_checkpoint.source import is_deepspeed, open_deepspeed
+    from moe_serve.deepspeed_checkpoint.source import open_deepspeed
+    from moe_serve.deepspeed_checkpoint.step_files import is_deepspeed
     from moe_serve.tensor_source import open_tensors
 
     if tag is not None or is_deepspeed(folder):

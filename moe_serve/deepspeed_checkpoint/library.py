@@ -7,12 +7,7 @@ import importlib
 import sys
 from typing import Any
 
-from moe_serve.errors import CheckpointError
-
-INSTALL = (
-    "pip install 'moe-serve[deepspeed]' (after torch: DS_BUILD_OPS=0 pip install "
-    "--no-build-isolation deepspeed)"
-)
+from moe_serve.errors import INSTALL_DEEPSPEED, CheckpointError
 
 
 def deepspeed_module(name: str) -> Any:
@@ -23,5 +18,6 @@ def deepspeed_module(name: str) -> Any:
             return importlib.import_module(f"deepspeed.{name}")
         except ImportError as error:
             raise CheckpointError(
-                f"reading a DeepSpeed checkpoint needs the package deepspeed ({error}): {INSTALL}"
+                f"reading a DeepSpeed checkpoint needs the package deepspeed ({error}): "
+                f"{INSTALL_DEEPSPEED}"
             ) from error

@@ -25,7 +25,6 @@ from moe_serve.deepspeed_checkpoint.lazy_tensor import LazyTensor
 from moe_serve.deepspeed_checkpoint.model_parallel import merge_mp_ranks
 from moe_serve.deepspeed_checkpoint.model_states import ModelStates, read_model_states
 from moe_serve.deepspeed_checkpoint.step_files import (
-    LATEST_NAME,
     ModelParallelFiles,
     find_files,
     step_folder,
@@ -60,11 +59,6 @@ class DeepSpeedSource:
         for name in self.lazy:
             for index, part in enumerate(parts.get(name, ())):
                 yield name, index, self.lazy[name].read(part)
-
-
-def is_deepspeed(folder: Path) -> bool:
-    """Whether a training with DeepSpeed has saved there."""
-    return (folder / LATEST_NAME).is_file()
 
 
 def open_deepspeed(

@@ -39,6 +39,11 @@ class ModelParallelFiles:
     experts: Mapping[tuple[int, int], Path]
 
 
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a training with DeepSpeed has saved there."""
+    return (folder / LATEST_NAME).is_file()
+
+
 def step_folder(folder: Path, tag: str | None = None) -> Path:
     """The folder of the step `tag`; None is the one that `latest` names."""
     origin = f"--tag {tag}" if tag is not None else f"{folder / LATEST_NAME}"

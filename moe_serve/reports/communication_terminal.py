@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.reports.terminal import is_unicode
+
 _COLUMNS = ("rank", "group", "operation", "from", "calls", "MiB sent", "mean us", "max us",
             "bus MB/s")  # fmt: skip
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -27,10 +29,8 @@ def print_communication(report: dict[str, Any], console: Console) -> None:
     ]
     if not rows:
         return
-    is_unicode = console.encoding.lower().startswith("utf")
-    table = Table(
-        pad_edge=False, padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD if is_unicode else box.ASCII
-    )
+    lines = box.SIMPLE_HEAD if is_unicode(console) else box.ASCII
+    table = Table(pad_edge=False, padding=(0, 1, 0, 0), box=lines)
     for name in _COLUMNS:
         is_word = name in ("group", "operation")
         table.add_column(name, justify="left" if is_word else "right", no_wrap=is_word)

@@ -52,7 +52,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for title, table in tables:
         console.print()
         console.print(Text(title, style="bold"))
-        table.box = box.SIMPLE_HEAD if _is_unicode(console) else box.ASCII
+        table.box = box.SIMPLE_HEAD if is_unicode(console) else box.ASCII
         console.print(table)
     for note in report["notes"]:
         console.print(_plain(note))
@@ -63,7 +63,7 @@ def print_map(report: dict[str, Any], console: Console) -> None:
     load_LE = np.array(report["load"], dtype=np.float64)
     margin = len(str(len(load_LE) - 1)) + 1
     each = -(-load_LE.shape[1] // max(8, console.width - margin - 1))
-    shades = _UNICODE if _is_unicode(console) else _ASCII
+    shades = _UNICODE if is_unicode(console) else _ASCII
     level_LX = _levels(_x_mean(load_LE), each)
     cells = "each cell an expert" if each == 1 else f"each cell the hottest of {each} experts"
     console.print(Text("Load over the mean of its layer", style="bold"), _plain(f"({cells})"))
@@ -192,5 +192,6 @@ def _plain(text: str) -> Text:
     return Text(text)
 
 
-def _is_unicode(console: Console) -> bool:
+def is_unicode(console: Console) -> bool:
+    """Whether it shows lines and shades."""
     return console.encoding.lower().startswith("utf")

@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import copy
 import io
-import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 from torch.nn import functional as F
 
+from moe_serve.bench.rank_ruler import slowest_milliseconds
 from moe_serve.bench.table import Table
+from moe_serve.config import CommBackend
 from moe_serve.kernels.cpu import library
 from moe_serve.layers.moe import MoE
 from moe_serve.models.packing import pack_weights
@@ -33,7 +33,6 @@ from moe_serve.routing.router import RouterSpec
 
 # Shapes: T tokens of a rank, D model, F inner, E experts, G 2 F.
 
-WARMUP = 3
 TIMEOUT = 120.0
 CPU = torch.device("cpu")
 COLUMNS = ("dtype", "EP", "tokens a rank", "DeepSpeed ms", "ours ms (by gloo)", "ours by shm ms",
@@ -144,7 +143,7 @@ def measure(options: argparse.Namespace, groups: dict[str, RankGroup | None]) ->
 def cells(calls: Sequence[Callable[[], Tensor]], names: list[str], rounds: int) -> list[str]:
     expected, *found = (copy.deepcopy(call()).float() for call in calls)
     off = max(float((one - expected).abs().max()) for one in found)
-    times = medians(calls, rounds)
+    times = [statistics.median(row.tolist()) for row in slowest_milliseconds(calls, rounds)]
     best = min(times[1:])
     by_name = dict(zip(names, times[1:], strict=True))
     own = [by_name.get("alone", by_name.get("gloo")), by_name.get("shm")]
@@ -154,18 +153,6 @@ def cells(calls: Sequence[Callable[[], Tensor]], names: list[str], rounds: int) 
         f"{times[0] / best:.2f}",
         f"{off:.1e} of {float(expected.abs().max()):.1e}",
     ]
-
-
-def medians(calls: Sequence[Callable[[], Tensor]], rounds: int) -> list[float]:
-    """Milliseconds of each call, in turns, each the slowest rank's."""
-    seconds = torch.zeros(len(calls), WARMUP + rounds, dtype=torch.float64)
-    for turn, (index, call) in itertools.product(range(WARMUP + rounds), enumerate(calls)):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        seconds[index, turn] = time.perf_counter() - start
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return [1e3 * statistics.median(row.tolist()) for row in seconds[:, WARMUP:]]
 
 
 def run_rank(rank: int, options: argparse.Namespace, size: int, store: str) -> None:
@@ -179,11 +166,9 @@ def run_rank(rank: int, options: argparse.Namespace, size: int, store: str) -> N
     library.choose(library.AUTO, threads)
     groups: dict[str, RankGroup | None] = {"alone": None}
     if size > 1:
-        made = {
-            name: make_collectives(name, world, [""] * size, TIMEOUT, "cpu")[0]  # type: ignore[arg-type]
-            for name in ("gloo", "shm")
-        }
-        groups = {kind.name: RankGroup(kind) for kind in made.values()}
+        names: tuple[CommBackend, ...] = ("gloo", "shm")
+        made = [make_collectives(name, world, [""] * size, TIMEOUT, "cpu")[0] for name in names]
+        groups = {kind.name: RankGroup(kind) for kind in made}
     with torch.no_grad():
         lines = measure(options, groups)
     if rank == 0:
